@@ -20,14 +20,16 @@ _COLD_BYTES = 96 << 20
 
 
 def packed(kind: str, rows: int, cols: int, generator: torch.Generator) -> object:
-    """A random weight; INT8 has one scale per output channel, INT4 one per 128 columns."""
+    """A random weight; INT8 has one scale per output channel, INT2 to INT6 one per 128 columns."""
     module = cpu.module()
     if kind == "INT8":
         codes = torch.randint(-127, 128, (rows, cols), dtype=torch.int8, generator=generator)
         return module.PackedLinear.int8(codes, torch.full((rows, 1), 0.01))
-    if kind == "INT4":
-        codes = torch.randint(0, 256, (rows, cols // 2), dtype=torch.uint8, generator=generator)
-        return module.PackedLinear.group4(codes, torch.full((rows, cols // 128), 0.01), None, None)
+    if kind.startswith("INT"):
+        bits = int(kind.removeprefix("INT"))
+        size = (256, cols // 2) if bits == 4 else (2**bits, cols)
+        codes = torch.randint(0, size[0], (rows, size[1]), dtype=torch.uint8, generator=generator)
+        return module.PackedLinear.grouped(codes, torch.full((rows, cols // 128), 0.01), None, None, bits)
     if kind in ("F32", "F16", "BF16"):
         dtype = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}[kind]
         data = torch.randn(rows, cols, generator=generator).to(dtype).view(torch.uint8)

@@ -44,22 +44,26 @@ PackedLinear finished(std::unique_ptr<Linear> packed, const std::string& roundin
   return PackedLinear{std::move(packed)};
 }
 
-PackedLinear group4(Bytes codes, ConstMatrix scales, const std::optional<ConstMatrix>& zeros,
-                    const std::optional<ConstVector>& table, const std::string& rounding, float input_scale,
-                    const std::string& isa, bool precise) {
-  const int64_t rows = codes.shape(0), cols = codes.shape(1) * 2, groups = scales.shape(1);
+PackedLinear grouped(Bytes codes, ConstMatrix scales, const std::optional<ConstMatrix>& zeros,
+                     const std::optional<ConstVector>& table, int bits, const std::string& rounding, float input_scale,
+                     const std::string& isa, bool precise) {
+  const int64_t rows = codes.shape(0), cols = codes.shape(1) * (bits == 4 ? 2 : 1), groups = scales.shape(1);
   require(static_cast<int64_t>(scales.shape(0)) == rows && groups > 0 && cols % groups == 0 &&
               (!zeros || (zeros->shape(0) == scales.shape(0) && zeros->shape(1) == scales.shape(1))) &&
-              (!table || table->size() == 16) && !(zeros && table),
-          "group4: shapes do not match");
+              (!table || (table->size() == 16 && bits == 4)) && !(zeros && table),
+          "grouped: shapes do not match");
   const Isa chosen = isa_of(isa);
-  const Group4 weight{codes.data(), scales.data(), zeros ? zeros->data() : nullptr, table ? table->data() : nullptr,
-                      static_cast<int>(cols / groups)};
+  const GroupedCodes weight{bits,
+                            codes.data(),
+                            scales.data(),
+                            zeros ? zeros->data() : nullptr,
+                            table ? table->data() : nullptr,
+                            static_cast<int>(cols / groups)};
   std::string why;
   std::unique_ptr<Linear> packed;
   {
     nb::gil_scoped_release release;
-    packed = pack_group4(weight, rows, cols, chosen, &why, precise);
+    packed = pack_grouped(weight, rows, cols, chosen, &why, precise);
   }
   return finished(std::move(packed), rounding, input_scale, why);
 }
@@ -161,9 +165,9 @@ void bind_linear(nb::module_& module) {
   nb::class_<PackedLinear>(module, "PackedLinear", "A weight [rows, cols] packed for one instruction set")
       .def("__init__", &construct, nb::arg("type"), nb::arg("data"), nb::arg("rows"), nb::arg("cols"),
            nb::arg("isa") = "", nb::arg("precise") = false)
-      .def_static("group4", &group4, nb::arg("codes"), nb::arg("scales"), nb::arg("zeros").none(),
-                  nb::arg("table").none(), nb::arg("rounding") = "none", nb::arg("input_scale") = 0.0f,
-                  nb::arg("isa") = "", nb::arg("precise") = false)
+      .def_static("grouped", &grouped, nb::arg("codes"), nb::arg("scales"), nb::arg("zeros").none(),
+                  nb::arg("table").none(), nb::arg("bits") = 4, nb::arg("rounding") = "none",
+                  nb::arg("input_scale") = 0.0f, nb::arg("isa") = "", nb::arg("precise") = false)
       .def_static("int8", &int8, nb::arg("codes"), nb::arg("scales"), nb::arg("rounding") = "none",
                   nb::arg("input_scale") = 0.0f, nb::arg("isa") = "", nb::arg("precise") = false)
       .def_static("coded", &coded, nb::arg("element"), nb::arg("codes"), nb::arg("scales"), nb::arg("group"),

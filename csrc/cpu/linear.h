@@ -68,18 +68,19 @@ std::unique_ptr<Linear> make_linear(const std::string& type, int64_t rows, int64
 std::unique_ptr<Linear> pack_linear(const std::string& type, const void* data, int64_t rows, int64_t cols, Isa isa,
                                     std::string* why, bool precise = false);
 
-// 4-bit codes with a float scale per group of columns (GPTQ, AWQ, compressed-tensors, nf4), for pack_group4:
+// Codes of 2 to 6 bits with a float scale per group of columns (GPTQ, AWQ, compressed-tensors, nf4), for pack_grouped:
 // w = scale * (code - zero), or scale * table[code]. Columns are in natural order: an act-order permutation is undone
 // before.
-struct Group4 {
-  const uint8_t* codes;  // [rows, cols / 2], even column in the low nibble
+struct GroupedCodes {
+  int bits;
+  const uint8_t* codes;  // 4 bits: [rows, cols / 2], even column in the low nibble; others: [rows, cols]
   const float* scales;   // [rows, cols / group]
-  const float* zeros;    // [rows, cols / group] in units of codes, or null for 8
-  const float* table;    // 16 values, or null; then zeros is null
+  const float* zeros;    // [rows, cols / group] in units of codes, or null for the middle, 2 ^ (bits - 1)
+  const float* table;    // of 4 bits: 16 values, or null; then zeros is null
   int group;             // a multiple of 32, or cols
 };
-std::unique_ptr<Linear> pack_group4(const Group4& weight, int64_t rows, int64_t cols, Isa isa, std::string* why,
-                                    bool precise = false);
+std::unique_ptr<Linear> pack_grouped(const GroupedCodes& weight, int64_t rows, int64_t cols, Isa isa, std::string* why,
+                                     bool precise = false);
 
 // Signed bytes [rows, cols] with a float scale per group of columns (group = cols: one per output channel).
 std::unique_ptr<Linear> pack_int8(const int8_t* codes, const float* scales, int group, int64_t rows, int64_t cols,

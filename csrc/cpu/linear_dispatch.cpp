@@ -211,15 +211,16 @@ std::unique_ptr<Linear> pack_linear(const std::string& type, const void* data, i
   return linear;
 }
 
-std::unique_ptr<Linear> pack_group4(const Group4& weight, int64_t rows, int64_t cols, Isa isa, std::string* why,
-                                    bool precise) {
+std::unique_ptr<Linear> pack_grouped(const GroupedCodes& weight, int64_t rows, int64_t cols, Isa isa, std::string* why,
+                                     bool precise) {
+  if (weight.bits < 2 || weight.bits > 6) return decline(why, "codes in groups have 2 to 6 bits");
   if (rows <= 0 || cols <= 0 || cols % 32 || weight.group <= 0 || cols % weight.group || weight.group % 32)
-    return decline(why, "4-bit groups need columns and group size to be multiples of 32");
+    return decline(why, "codes in groups need columns and group size to be multiples of 32");
   PanelLayout layout;
-  layout.bits = 4;
+  layout.bits = weight.bits;
   layout.has_lut = weight.table != nullptr;
   layout.has_min = weight.zeros != nullptr;
-  layout.offset = weight.table || weight.zeros ? 0 : 8;
+  layout.offset = weight.table || weight.zeros ? 0 : 1 << (weight.bits - 1);
   float table_scale = 1;
   if (weight.table) {
     table_scale = table_step(weight.table);
@@ -232,7 +233,8 @@ std::unique_ptr<Linear> pack_group4(const Group4& weight, int64_t rows, int64_t 
   for (float& scale : scales) scale *= table_scale;
   layout.wide_scale = needs_wide_scale(scales) || needs_wide_scale(minimums);
   finish_layout(layout, cols);
-  std::unique_ptr<PanelLinear> linear = make_panel_linear("int4-group", layout, nullptr, rows, isa, precise);
+  const std::string name = "int" + std::to_string(weight.bits) + "-group";
+  std::unique_ptr<PanelLinear> linear = make_panel_linear(name, layout, nullptr, rows, isa, precise);
   PanelGroup group = {};
   for (int64_t p = 0; p < linear->num_panels(); ++p)
     for (int64_t g = 0; g < cols / 32; ++g) {
@@ -240,8 +242,10 @@ std::unique_ptr<Linear> pack_group4(const Group4& weight, int64_t rows, int64_t 
         const int64_t row = p * kPanelCols + c, index = row * groups + g * 32 / weight.group;
         group.scale[c] = row < rows ? scales[size_t(index)] : 0;
         group.minimum[c] = row < rows && weight.zeros ? minimums[size_t(index)] : 0;
-        for (int k = 0; row < rows && k < 32; ++k)
-          group.code[c][k] = weight.codes[(row * cols + g * 32 + k) / 2] >> (k % 2 * 4) & 15;
+        for (int k = 0; row < rows && k < 32; ++k) {
+          const int64_t place = row * cols + g * 32 + k;
+          group.code[c][k] = weight.bits == 4 ? weight.codes[place / 2] >> (k % 2 * 4) & 15 : weight.codes[place];
+        }
       }
       store_group(layout, group, linear->panel(p) + g * layout.group_bytes);
     }

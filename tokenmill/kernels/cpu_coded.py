@@ -1,8 +1,8 @@
 """Weights of small codes with scales (GPTQ, AWQ, compressed-tensors, bitsandbytes, float8, ...) prepared for the C++
 kernels: which kernel supports a scheme, and the codes in the form it reads.
 
-Up to 4 bits go to the integer panels of 4 bits (tables of 16 values too), 5 to 8 bits to those of int8; what no integer
-panel holds exactly stays as it is and is multiplied in float32. Weights are unpacked a few rows at a time. Called by
+Integers of 2 to 6 bits go to integer panels of as many bits (tables of 16 values to those of 4), 7 and 8 bits to those
+of int8; what no integer panel holds exactly stays as it is and is multiplied in float32. Weights are unpacked a few rows at a time. Called by
 cpu.py; knows no file format.
 """
 
@@ -113,7 +113,7 @@ def _pack_table(
     table[: values.numel()] = values
     scales = scales * first.global_scale
     precise = weight.precise and weight.activations == "none"  # inputs that the scheme rounds are exact
-    return module.PackedLinear.group4(codes, scales, None, table, isa=isa, precise=precise, **rounding)
+    return module.PackedLinear.grouped(codes, scales, None, table, isa=isa, precise=precise, **rounding)
 
 
 def _pack_float8(module: Any, weight: CodedWeight, rounding: dict[str, Any]) -> Any:
@@ -124,14 +124,9 @@ def _pack_float8(module: Any, weight: CodedWeight, rounding: dict[str, Any]) -> 
 def _pack_int(module: Any, weight: CodedWeight, in_panels: bool, rounding: dict[str, Any], isa: str) -> Any:
     bits = weight.scheme.bits
     precise = weight.precise and weight.activations == "none"  # inputs that the scheme rounds are exact
-    if bits <= 4 and in_panels:
-        middle = 8 - 2 ** (bits - 1)  # symmetric codes of fewer bits, moved to the middle of 16
-
-        def nibbles(rows: CodedRows) -> Tensor:
-            return _paired(rows.codes if rows.zeros is not None else rows.codes + middle)
-
-        codes, scales, zeros = _gather(weight, nibbles)
-        return module.PackedLinear.group4(codes, scales, zeros, None, isa=isa, precise=precise, **rounding)
+    if 2 <= bits <= 6 and in_panels:
+        codes, scales, zeros = _gather(weight, _nibbles if bits == 4 else lambda rows: rows.codes)
+        return module.PackedLinear.grouped(codes, scales, zeros, None, bits, isa=isa, precise=precise, **rounding)
     codes, scales, _ = _gather(weight, lambda rows: _signed(rows, bits, weight.scheme.group_size))
     if in_panels:
         return module.PackedLinear.int8(codes, scales, isa=isa, precise=precise, **rounding)

@@ -340,6 +340,16 @@ MultiplyFn choose_multiply(const PanelLayout& layout) {
   }
 }
 
+// Of a layout with a scale, and perhaps a minimum, for each group of 32, and no table.
+template <template <class> class Pick, int Bits>
+auto choose_plain(const PanelLayout& l) -> decltype(Pick<Traits<Bits, false, false, false, false, false>>::get()) {
+  if (l.has_min)
+    return l.wide_scale ? Pick<Traits<Bits, false, true, false, false, true>>::get()
+                        : Pick<Traits<Bits, false, true, false, false, false>>::get();
+  return l.wide_scale ? Pick<Traits<Bits, false, false, false, false, true>>::get()
+                      : Pick<Traits<Bits, false, false, false, false, false>>::get();
+}
+
 // The kernel of a layout, as template instance: `Pick<T>::get()` for the matching Traits.
 template <template <class> class Pick>
 auto choose(const PanelLayout& l) -> decltype(Pick<Traits<4, false, false, false, false, false>>::get()) {
@@ -358,18 +368,15 @@ auto choose(const PanelLayout& l) -> decltype(Pick<Traits<4, false, false, false
   if (l.bits == 8)
     return l.wide_scale ? Pick<Traits<8, false, false, false, false, true>>::get()
                         : Pick<Traits<8, false, false, false, false, false>>::get();
-  if (l.bits == 5)
-    return l.has_min ? Pick<Traits<5, false, true, false, false, false>>::get()
-                     : Pick<Traits<5, false, false, false, false, false>>::get();
+  if (l.bits == 2) return choose_plain<Pick, 2>(l);
+  if (l.bits == 3) return choose_plain<Pick, 3>(l);
+  if (l.bits == 5) return choose_plain<Pick, 5>(l);
+  if (l.bits == 6) return choose_plain<Pick, 6>(l);
   if (l.fine) return Pick<Traits<4, true, false, false, true, false>>::get();
   if (l.has_lut)
     return l.wide_scale ? Pick<Traits<4, true, false, false, false, true>>::get()
                         : Pick<Traits<4, true, false, false, false, false>>::get();
-  if (l.has_min)
-    return l.wide_scale ? Pick<Traits<4, false, true, false, false, true>>::get()
-                        : Pick<Traits<4, false, true, false, false, false>>::get();
-  return l.wide_scale ? Pick<Traits<4, false, false, false, false, true>>::get()
-                      : Pick<Traits<4, false, false, false, false, false>>::get();
+  return choose_plain<Pick, 4>(l);
 }
 
 template <class V>

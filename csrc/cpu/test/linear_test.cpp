@@ -111,46 +111,56 @@ void check_type(const std::string& type, Isa isa, std::mt19937& random) {
   }
 }
 
-void check_groups(Isa isa, std::mt19937& random) {
+// Codes in groups. `variant`: 0 symmetric, 1 with zero points, 2 a table, 3 scales that halves cannot hold.
+void check_grouped(Isa isa, int group, int bits, int variant, std::mt19937& random) {
   const int64_t rows = 37, cols = 384;
   const float table[16] = {-1.0f,   -0.6962f, -0.5251f, -0.3949f, -0.2844f, -0.1848f, -0.0911f, 0.0f,
                            0.0796f, 0.1609f,  0.2461f,  0.3379f,  0.4407f,  0.5626f,  0.7230f,  1.0f};
-  for (int group : {32, 128, int(cols)})
-    for (int variant = 0; variant < 4; ++variant) {
-      const size_t groups = size_t(rows * cols / group);
-      std::vector<uint8_t> codes(size_t(rows * cols / 2));
-      std::vector<float> scales(groups), zeros(groups), weights(size_t(rows * cols));
-      for (auto& c : codes) c = uint8_t(random());
-      for (auto& s : scales)
-        s = half_to_float(float_to_half((variant == 3 ? 1e-7f : 0.01f) * float(1 + random() % 100)));
-      for (auto& z : zeros) z = float(random() % 16);
-      for (int64_t i = 0; i < rows * cols; ++i) {
-        const int code = codes[size_t(i / 2)] >> (i % 2 * 4) & 15;
-        const size_t g = size_t(i / cols * (cols / group) + i % cols / group);
-        weights[size_t(i)] = scales[g] * (variant == 2 ? table[code] : float(code) - (variant == 1 ? zeros[g] : 8.0f));
-      }
-      std::string why;
-      const Group4 four{codes.data(), scales.data(), variant == 1 ? zeros.data() : nullptr,
-                        variant == 2 ? table : nullptr, group};
-      const auto linear = pack_group4(four, rows, cols, isa, &why);
-      if (!linear) return fail("int4-group: " + why);
-      // Scales are kept as halves or bfloats: compare with what was kept, which must be near what was given.
-      std::vector<float> kept(weights.size());
-      for (int64_t r = 0; r < rows; ++r) linear->dequantize_row(r, &kept[size_t(r * cols)]);
-      for (size_t i = 0; i < kept.size(); ++i)
-        if (std::fabs(kept[i] - weights[i]) >
-            scales[i / size_t(cols) * size_t(cols / group) + i % size_t(cols) / size_t(group)] * 0.04f)
-          return fail("int4-group: weight not kept");
-      for (int m : {1, 4, 6, 33})
-        check(*linear, kept, m, 1.0f, isa != Isa::portable, random,
-              std::string(linear->kernel()) + " variant " + std::to_string(variant));
-      if (variant) continue;
-      std::vector<int8_t> bytes(weights.size());
-      for (auto& b : bytes) b = int8_t(random());
-      const auto eight = pack_int8(bytes.data(), scales.data(), group, rows, cols, isa, &why);
-      for (int64_t r = 0; r < rows; ++r) eight->dequantize_row(r, &kept[size_t(r * cols)]);
-      for (int m : {1, 4, 6, 33}) check(*eight, kept, m, 1.0f, isa != Isa::portable, random, eight->kernel());
-    }
+  const size_t groups = size_t(rows * cols / group);
+  std::vector<uint8_t> codes(size_t(bits == 4 ? rows * cols / 2 : rows * cols));
+  std::vector<float> scales(groups), zeros(groups, float(1 << (bits - 1))), weights(size_t(rows * cols));
+  for (auto& c : codes) c = uint8_t(bits == 4 ? random() : random() % (1u << bits));
+  for (auto& s : scales)
+    s = half_to_float(float_to_half((variant == 3 ? 1e-7f : 0.01f) * float(1 + random() % 100)));
+  if (variant == 1)
+    for (auto& z : zeros) z = float(random() % (1u << bits));
+  const size_t width = size_t(cols), size = size_t(group);
+  const auto group_of = [&](size_t i) { return i / width * (width / size) + i % width / size; };
+  for (size_t i = 0; i < weights.size(); ++i) {
+    const int code = bits == 4 ? codes[i / 2] >> (i % 2 * 4) & 15 : codes[i];
+    weights[i] = scales[group_of(i)] * (variant == 2 ? table[code] : float(code) - zeros[group_of(i)]);
+  }
+  std::string why;
+  const float *given = variant == 1 ? zeros.data() : nullptr, *values = variant == 2 ? table : nullptr;
+  const GroupedCodes weight{bits, codes.data(), scales.data(), given, values, group};
+  const auto linear = pack_grouped(weight, rows, cols, isa, &why);
+  if (!linear) return fail("grouped: " + why);
+  // Scales are kept as halves or bfloats: compare with what was kept, which must be near what was given.
+  std::vector<float> kept(weights.size());
+  for (int64_t r = 0; r < rows; ++r) linear->dequantize_row(r, &kept[size_t(r * cols)]);
+  for (size_t i = 0; i < kept.size(); ++i)
+    if (std::fabs(kept[i] - weights[i]) > scales[group_of(i)] * 0.04f * (bits > 4 && variant == 3 ? 4 : 1))
+      return fail(std::string(linear->kernel()) + ": weight not kept");
+  for (int m : {1, 4, 6, 33})
+    check(*linear, kept, m, 1.0f, isa != Isa::portable, random,
+          std::string(linear->kernel()) + " variant " + std::to_string(variant));
+}
+
+void check_groups(Isa isa, std::mt19937& random) {
+  const int64_t rows = 37, cols = 384;
+  for (int group : {32, 128, int(cols)}) {
+    for (int bits : {2, 3, 4, 5, 6})
+      for (int variant = 0; variant < 4; ++variant)
+        if (variant != 2 || bits == 4) check_grouped(isa, group, bits, variant, random);
+    std::vector<int8_t> bytes(size_t(rows * cols));
+    std::vector<float> scales(size_t(rows * cols / group)), kept(bytes.size());
+    for (auto& b : bytes) b = int8_t(random());
+    for (auto& s : scales) s = half_to_float(float_to_half(0.01f * float(1 + random() % 100)));
+    std::string why;
+    const auto eight = pack_int8(bytes.data(), scales.data(), group, rows, cols, isa, &why);
+    for (int64_t r = 0; r < rows; ++r) eight->dequantize_row(r, &kept[size_t(r * cols)]);
+    for (int m : {1, 4, 6, 33}) check(*eight, kept, m, 1.0f, isa != Isa::portable, random, eight->kernel());
+  }
 }
 
 // Inputs rounded by the scheme reach the product exactly: nothing is rounded twice, whatever the kernel.

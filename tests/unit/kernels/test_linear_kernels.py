@@ -112,6 +112,32 @@ def test_float_product_is_exact_to_float32(name: str, num_tokens: int) -> None:
     np.testing.assert_allclose(multiply(packed, x, rows), exact, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("bits", [2, 3, 4, 5, 6])
+@pytest.mark.parametrize("affine", [False, True])
+@pytest.mark.parametrize("num_tokens", [1, 40])
+def test_grouped_integers_stay_in_their_size(bits: int, affine: bool, num_tokens: int) -> None:
+    rows, cols, group = 48, 512, 128
+    generator = torch.Generator().manual_seed(bits)
+    codes = torch.randint(0, 2**bits, (rows, cols), generator=generator, dtype=torch.uint8)
+    scales = (torch.rand(rows, cols // group, generator=generator) + 0.5).half().float()
+    zeros = torch.randint(0, 2**bits, scales.shape, generator=generator).float() if affine else None
+    given = codes[:, 1::2] << 4 | codes[:, 0::2] if bits == 4 else codes
+    packed = _cpu.PackedLinear.grouped(given, scales, zeros, None, bits)
+    per_weight = bits + (1 if affine else 0.5)  # a half for the scale of 32 weights, and one for their minimum
+    assert packed.nbytes == rows * cols * per_weight / 8
+    middle = 2 ** (bits - 1) if zeros is None else zeros.repeat_interleave(group, 1)
+    weight = (codes.float() - middle) * scales.repeat_interleave(group, 1)
+    x = torch.randn(num_tokens, cols, generator=generator)
+    exact = x.numpy().astype(np.float64) @ weight.numpy().astype(np.float64).T
+    error = multiply(packed, x, rows) - exact
+    assert np.sqrt((error**2).mean()) < 0.012 * np.sqrt((exact**2).mean())
+
+
+def test_grouped_integers_of_other_widths_are_declined() -> None:
+    with pytest.raises(ValueError, match="2 to 6 bits"):
+        _cpu.PackedLinear.grouped(torch.zeros(1, 32, dtype=torch.uint8), torch.ones(1, 1), None, None, 7)
+
+
 @pytest.mark.parametrize("name", ["Q4_1", "Q8_0", "Q4_K", "Q6_K"])
 def test_row_of_a_small_batch_equals_the_row_alone(name: str) -> None:
     rows, cols = 48, 512
