@@ -2,8 +2,8 @@
 kernels: which kernel supports a scheme, and the codes in the form it reads.
 
 Integers of 2 to 6 bits go to integer panels of as many bits (tables of 16 values to those of 4), 7 and 8 bits to those
-of int8; what no integer panel holds exactly stays as it is and is multiplied in float32. Weights are unpacked a few rows at a time. Called by
-cpu.py; knows no file format.
+of int8; what no integer panel holds exactly stays as it is and is multiplied in float32. Weights are unpacked a few
+rows at a time. Called by cpu.py; knows no file format.
 """
 
 from __future__ import annotations
