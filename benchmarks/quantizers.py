@@ -2,12 +2,18 @@
 
     python benchmarks/quantizers.py --calibration calibration.txt --text eval.txt [--model stories15m] [--bits 4,3]
         [--groups 32] [--asymmetric] [--only auto-round,ours:autoround] [--venvs FOLDER] [--json FILE]
+        [--device cuda] [--peer-packages FOLDER] [--limit SECONDS]
 
 Each peer is installed by pip into an environment of its own under --venvs, once; one that cannot be installed or run is
-listed with the reason. Every result is loaded by our engine and measured by one evaluator: perplexity with the standard
-error of its difference to the unquantized model, and the mean divergence. Seconds (of the wall, and of all cores
-together, which a busy machine changes less) and peak memory are of the whole process that quantized, start and loading
-included. Prints a table; --json keeps everything; what is in --out already is only measured.
+listed with the reason. Where there is no network, --peer-packages names a folder of unpacked wheels instead: peers then
+run in this Python with that folder before its own packages, and FOLDER/NAME, where there is one, before it (NAME as an
+environment's: auto-round, llm-compressor). Call it site-packages: dill, which llm-compressor hashes its data with,
+knows by that name what is installed. Every result is loaded by our engine and measured by one evaluator, on the CPU
+whatever --device quantized on (--kernels ref: in float32 throughout): perplexity with the standard error of its
+difference to the unquantized model, and the mean divergence. Seconds (of the wall, and of all cores together, which a
+busy machine changes less) and peak memory are of the whole process that quantized, start and loading included. Prints a
+table; --json keeps every row as soon as it is there; the output of a job that failed is kept in --out; what is there
+already is only measured.
 """
 
 from __future__ import annotations
@@ -18,6 +24,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -55,19 +62,19 @@ OURS = (
     "gptq+mended",
     "gptq+fisher",
 )
+_DRAWN = 128
 _FROM_GPTQ = ["--option", "start=gptq", "--option", "tokens=256"]
 _TUNING = {
     "scales": ["--tune-scales", "50"],
     "mended": ["--option", "metric=fisher"],
-    "fisher": ["--option", "metric=fisher", "--calibration-drawn", "128", "--tune-scales", "80"],
+    "fisher": ["--option", "metric=fisher", "--calibration-drawn", str(_DRAWN), "--tune-scales", "80"],
     "short": [*_FROM_GPTQ, "--option", "iterations=50"],
     "best": [
-        *(*_FROM_GPTQ, "--option", "iterations=100", "--option", "metric=fisher", "--option", "pool=175"),
-        *("--calibration-drawn", "128", "--tune-scales", "50"),
+        *(*_FROM_GPTQ, "--option", "iterations=100", "--option", "metric=fisher"),
+        *("--calibration-drawn", str(_DRAWN), "--tune-scales", "50"),
     ],
 }
 _SEES_TORCH = {"gptqmodel"}  # its build imports torch
-_LONGEST = 3600  # seconds of a peer
 _LONGEST_INSTALL = 360
 
 
@@ -76,6 +83,7 @@ class Row:
     who: str
     bits: int
     symmetric: bool
+    device: str  # that quantized
     seconds: float = 0.0
     core_seconds: float = 0.0
     peak_bytes: int = 0
@@ -93,21 +101,23 @@ class Failed(Exception):
 Cost = tuple[float, float, int]  # seconds, of all cores together, peak memory
 
 
-def run(command: list[str], threads: int = 0) -> Cost:
-    """What a process cost; its last words where it fails."""
+def run(command: list[str], variables: Mapping[str, str], log: Path, limit: int) -> Cost:
+    """What a process cost; its last words where it fails or takes longer than `limit` seconds, and all in `log`."""
     started = time.monotonic()
-    variables = {**os.environ, **({"OMP_NUM_THREADS": str(threads)} if threads else {})}
-    log = Path(os.environ.get("TMPDIR", "/tmp")) / f"quantizers-{os.getpid()}.log"
+    command = ["timeout", "--kill-after", "5", str(limit), *command]
     with log.open("w+") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=variables)
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env={**os.environ, **variables})
         _, status, usage = os.wait4(process.pid, 0)
         process.returncode = os.waitstatus_to_exitcode(status)
         output.seek(0)
         words = [line.strip() for line in output.read().splitlines() if line.strip()]
-    log.unlink()
+    seconds = time.monotonic() - started
+    if process.returncode and seconds >= limit:
+        raise Failed(f"ended after {limit} s")
     if process.returncode:
         raise Failed(words[-1][-200:] if words else f"exit code {process.returncode}")
-    return time.monotonic() - started, usage.ru_utime + usage.ru_stime, usage.ru_maxrss * 1024
+    log.unlink()
+    return seconds, usage.ru_utime + usage.ru_stime, usage.ru_maxrss * 1024
 
 
 def environment(peer: str, venvs: Path, torch: str) -> str:
@@ -116,18 +126,31 @@ def environment(peer: str, venvs: Path, torch: str) -> str:
     folder = venvs / name
     python, mark = folder / "bin" / "python", folder / "installed"
     if not mark.exists():
+        venvs.mkdir(parents=True, exist_ok=True)
+
+        def install(*words: str) -> None:
+            run([sys.executable if words[0] == "venv" else str(python), "-m", *words], {}, log, _LONGEST_INSTALL)
+
+        log = venvs / f"{name}.log"
         try:
-            run([sys.executable, "-m", "venv", "--clear", str(folder)])
+            install("venv", "--clear", str(folder))
             wanted = [torch if package == "torch" else package for package in packages]
-            pip = ["timeout", str(_LONGEST_INSTALL), str(python), "-m", "pip", "install", "-q"]
+            pip = ["pip", "install", "-q"]
             if name in _SEES_TORCH:
-                run([*pip, "setuptools", "wheel", torch])
+                install(*pip, "setuptools", "wheel", torch)
                 pip.append("--no-build-isolation")
-            run([*pip, *wanted])
+            install(*pip, *wanted)
         except Failed as reason:
             raise Failed(f"cannot be installed: {reason}") from None
         mark.touch()
     return str(python)
+
+
+def peer_path(peer: str, packages: Path) -> str:
+    """PYTHONPATH of a peer whose wheels were unpacked into `packages`: its own folder first, ours last."""
+    folders = [packages / PACKAGES[peer][0], packages]
+    inherited = os.environ.get("PYTHONPATH")
+    return os.pathsep.join([*(str(each.resolve()) for each in folders if each.is_dir()), *filter(None, [inherited])])
 
 
 class Harness:
@@ -138,14 +161,14 @@ class Harness:
 
     def row(self, who: str, bits: int) -> Row:
         symmetric = not self._arguments.asymmetric
-        row = Row(who, bits, symmetric)
+        row = Row(who, bits, symmetric, self._arguments.device)
         kind = "sym" if symmetric else "asym"
         out = self._arguments.out / f"{who.replace(':', '-').replace('+', '-')}-{bits}-{kind}"
         try:
-            if not out.exists() and not _gguf(out).exists():
-                cost = self._make(who, bits, out)
-                (out.parent / f"{out.name}.json").write_text(json.dumps(cost))
-            row.seconds, row.core_seconds, row.peak_bytes = json.loads((out.parent / f"{out.name}.json").read_text())
+            cost = out.parent / f"{out.name}.json"  # written last: without it the files are not whole
+            if not cost.exists():
+                cost.write_text(json.dumps(self._make(who, bits, out)))
+            row.seconds, row.core_seconds, row.peak_bytes = json.loads(cost.read_text())
             self._measure(row, out if out.exists() else _gguf(out))
         except Failed as reason:
             row.skipped = str(reason)
@@ -153,16 +176,21 @@ class Harness:
 
     def _make(self, who: str, bits: int, out: Path) -> Cost:
         a = self._arguments
+        log = out.with_name(f"{out.name}.log")
         if who.startswith("ours:"):
-            return run(self._ours(who.removeprefix("ours:"), bits, out))
-        python = environment(who, a.venvs, a.torch)
+            return run(self._ours(who.removeprefix("ours:"), bits, out), {}, log, a.limit)
+        variables = {"OMP_NUM_THREADS": str(a.threads)} if a.threads else {}
+        variables |= {"CUDA_VISIBLE_DEVICES": ""} if a.device == "cpu" else {}  # some take a GPU unasked
+        if a.peer_packages:
+            python, variables["PYTHONPATH"] = sys.executable, peer_path(who, a.peer_packages)
+        else:
+            python = environment(who, a.venvs, a.torch)
         if who == "llama.cpp":
-            return self._llamacpp(python, bits, _gguf(out))
+            return run(self._llamacpp(python, bits, _gguf(out)), variables, log, a.limit)
         words = ["--text", a.calibration, "--bits", bits, "--group", a.groups, "--samples", a.samples]
-        words += ["--length", a.length, *(["--asymmetric"] if a.asymmetric else [])]
+        words += ["--length", a.length, "--device", a.device, *(["--asymmetric"] if a.asymmetric else [])]
         script = str(_PEERS / "quantizer_peers.py")
-        command = ["timeout", str(_LONGEST), python, script, who, str(self._model), str(out), *map(str, words)]
-        return run(command, a.threads)
+        return run([python, script, who, str(self._model), str(out), *map(str, words)], variables, log, a.limit)
 
     def _ours(self, method: str, bits: int, out: Path) -> list[str]:
         a = self._arguments
@@ -170,11 +198,12 @@ class Harness:
         command = [sys.executable, "-m", "tokenmill", "quantize", str(self._model), "--out", out, "--method", name]
         command += ["--bits", bits, "--group-size", a.groups, "--asymmetric" if a.asymmetric else "--symmetric"]
         command += ["--calibration", a.calibration, "--calibration-samples", a.samples]
-        command += ["--calibration-length", a.length, "--no-gate", "--device", "cpu"]
+        command += ["--calibration-length", a.length, "--no-gate", "--device", a.device]
         command += ["--threads", a.threads, *_TUNING.get(tuned, [])]
+        command += ["--option", f"pool={a.samples + _DRAWN}"] if tuned == "best" else []  # steps see all sequences
         return [str(word) for word in command]
 
-    def _llamacpp(self, python: str, bits: int, out: Path) -> Cost:
+    def _llamacpp(self, python: str, bits: int, out: Path) -> list[str]:
         """Groups of 32 with and without an offset; its other types have other groups."""
         kind = {(4, False): "Q4_0", (4, True): "Q4_1"}.get((bits, self._arguments.asymmetric))
         if kind is None or self._arguments.groups != 32:
@@ -193,14 +222,18 @@ class Harness:
             )
             write_importance(floats, job, imatrix)
         words = ["quantize", str(floats), str(out), kind, "--imatrix", str(imatrix)]
-        return run([python, str(_PEERS / "llamacpp_quality.py"), *words], a.threads)
+        return [python, str(_PEERS / "llamacpp_quality.py"), *words]
 
     def _measure(self, row: Row, path: Path) -> None:
         a = self._arguments
         words = [sys.executable, "-m", "tokenmill", "eval", "divergence", str(path), "--reference", str(self._model)]
-        words += ["--text", str(a.text), "--context", str(a.length), "--json"]
+        words += ["--text", str(a.text), "--context", str(a.length), "--json", "--device", "cpu"]
         words += ["--threads", str(a.threads)] if a.threads else []
-        done = subprocess.run(words, capture_output=True, text=True)
+        words += ["--kernels", a.kernels] if a.kernels else []
+        try:
+            done = subprocess.run(words, capture_output=True, text=True, timeout=a.limit)
+        except subprocess.TimeoutExpired:
+            raise Failed(f"measuring was ended after {a.limit} s") from None
         if done.returncode:
             raise Failed(f"our engine: {done.stderr.strip().splitlines()[-1]}")
         found = json.loads(done.stdout)
@@ -228,7 +261,7 @@ def show(row: Row) -> str:
     return f"| {row.who} | {kind} | {' | '.join(numbers)} | {row.bytes / 1e6:.1f} |"
 
 
-def main() -> None:
+def read_arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="stories15m")
     parser.add_argument("--calibration", type=Path, required=True)
@@ -239,12 +272,20 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=47)
     parser.add_argument("--length", type=int, default=256)
     parser.add_argument("--only", default="", help="rows, comma-separated (default: all)")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="that ours and the peers quantize on")
+    parser.add_argument("--kernels", default="", help="of the evaluator, such as ref: float activations for every file")
     parser.add_argument("--venvs", type=Path, default=Path("quantizer-venvs"))
+    parser.add_argument("--peer-packages", type=Path, help="unpacked wheels of the peers: nothing is installed")
     parser.add_argument("--torch", default="torch", help="what pip installs as torch, such as 'torch<2.14'")
     parser.add_argument("--threads", type=int, default=0, help="of every job; 0: all cores")
+    parser.add_argument("--limit", type=int, default=3600, help="seconds after which a job is ended")
     parser.add_argument("--out", type=Path, default=Path("quantizer-files"))
     parser.add_argument("--json", type=Path)
-    arguments = parser.parse_args()
+    return parser.parse_args(words)
+
+
+def main() -> None:
+    arguments = read_arguments()
     everyone = [*(f"ours:{name}" for name in OURS), *PACKAGES]
     chosen = arguments.only.split(",") if arguments.only else everyone
     harness, rows = Harness(arguments), []
@@ -254,8 +295,8 @@ def main() -> None:
         for who in chosen:
             rows.append(harness.row(who, bits))
             print(show(rows[-1]), flush=True)
-    if arguments.json:
-        arguments.json.write_text(json.dumps([asdict(row) for row in rows], indent=2) + "\n")
+            if arguments.json:
+                arguments.json.write_text(json.dumps([asdict(row) for row in rows], indent=2) + "\n")
 
 
 if __name__ == "__main__":

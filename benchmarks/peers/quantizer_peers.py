@@ -1,6 +1,6 @@
 """One quantizer of the field on one model: runs in the environment of that peer, imports nothing of ours.
 
-    python quantizer_peers.py auto-round MODEL OUT --text FILE --bits 4 --group 32 [--asymmetric] ...
+    python quantizer_peers.py auto-round MODEL OUT --text FILE --bits 4 --group 32 [--asymmetric] [--device cuda] ...
 
 Every peer gets the same token sequences (the text cut into sequences of --length, as its own tokenizer makes them), the
 same bits, groups and symmetry, and otherwise its own defaults. Prints one line of JSON. What a peer cannot write in a
@@ -22,6 +22,7 @@ class Job:
     def __init__(self, arguments: argparse.Namespace) -> None:
         self.model, self.out = str(arguments.model), str(arguments.out)
         self.bits, self.group, self.symmetric = arguments.bits, arguments.group, not arguments.asymmetric
+        self.device = arguments.device
         self._text, self._samples, self._length = arguments.text, arguments.samples, arguments.length
 
     def sequences(self) -> list[list[int]]:
@@ -60,7 +61,7 @@ def auto_round(job: Job) -> None:
         dataset=batches,
         nsamples=len(batches),
         seqlen=batches[0].shape[1],
-        device_map="cpu",
+        device_map=job.device,
         enable_torch_compile=False,
     )
     quantizer.quantize_and_save(job.out, format="auto_gptq")
@@ -75,9 +76,9 @@ def hqq(job: Job) -> None:
     model, tokenizer = job.load()
     settings = {"nbits": job.bits, "group_size": job.group, "axis": 1, "round_zero": job.bits == 4}
     for name, linear in _linears(model):
-        weight = linear.weight.data
-        codes, meta = Quantizer.quantize(weight.clone(), compute_dtype=torch.float32, device="cpu", **settings)
-        linear.weight.data = Quantizer.dequantize(codes, meta).to(torch.float32).view_as(weight)
+        weight = linear.weight.data.to(job.device, copy=True)
+        codes, meta = Quantizer.quantize(weight, compute_dtype=torch.float32, device=job.device, **settings)
+        linear.weight.data = Quantizer.dequantize(codes, meta).to("cpu", torch.float32).view_as(linear.weight)
         assert torch.isfinite(linear.weight).all(), name
     _save(model, tokenizer, job.out)
 
@@ -88,17 +89,19 @@ def torchao(job: Job) -> None:
     from torchao.quantization.quant_primitives import MappingType
 
     model, tokenizer = job.load()
+    model.to(job.device)
     mapping = MappingType.SYMMETRIC if job.symmetric else MappingType.ASYMMETRIC
     config = IntxWeightOnlyConfig(
         weight_dtype=getattr(torch, f"int{job.bits}"), granularity=PerGroup(job.group), mapping_type=mapping
     )
     quantize_(model.model.layers, config)
     for _, linear in _linears(model):
-        linear.weight = torch.nn.Parameter(linear.weight.dequantize().float(), requires_grad=False)
+        linear.weight = torch.nn.Parameter(linear.weight.dequantize().float().cpu(), requires_grad=False)
     _save(model, tokenizer, job.out)
 
 
 def llm_compressor(job: Job, method: str) -> None:
+    """Takes a GPU by itself where there is one."""
     from datasets import Dataset
     from llmcompressor import oneshot
     from llmcompressor.modifiers.gptq import GPTQModifier
@@ -130,10 +133,11 @@ def llm_compressor(job: Job, method: str) -> None:
 
 
 def gptqmodel(job: Job) -> None:
-    os.environ.setdefault("GPTQMODEL_CPU_WORKERS", "2")  # its default on two cores is one, with which it does not start
+    if job.device == "cpu":
+        os.environ.setdefault("GPTQMODEL_CPU_WORKERS", "2")  # with its default on two cores, one, it does not start
     from gptqmodel import GPTQModel, QuantizeConfig
 
-    config = QuantizeConfig(bits=job.bits, group_size=job.group, sym=job.symmetric, device="cpu")
+    config = QuantizeConfig(bits=job.bits, group_size=job.group, sym=job.symmetric, device=job.device)
     model = GPTQModel.load(job.model, config)
     sequences = job.sequences()
     model.quantize([{"input_ids": ids, "attention_mask": [1] * len(ids)} for ids in sequences], batch_size=1)
@@ -181,6 +185,7 @@ def main() -> None:
     parser.add_argument("--asymmetric", action="store_true")
     parser.add_argument("--samples", type=int, default=47)
     parser.add_argument("--length", type=int, default=256)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     arguments = parser.parse_args()
     started = time.monotonic()
     PEERS[arguments.peer](Job(arguments))

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from tokenmill.kernels import ref
 from tokenmill.quantize.calibration_ops import CalibrationOps
 from tokenmill.quantize.source import EMBEDDING, HEAD, SourceModel
 
@@ -116,11 +117,21 @@ def run_block(source: SourceModel, index: int, states: Tensor, weights: Mapping[
     return output
 
 
+def final_norm(source: SourceModel, rows: Tensor, weight: Tensor | None = None) -> Tensor:
+    """The norm before the head, on the device of the rows; differentiable. `weight`: another one than the model's."""
+    norm = source.decoder.norm
+    weight = norm.weight.to(rows.device) if weight is None else weight
+    if norm.removes_mean:
+        return ref.layer_norm(rows, weight, None if norm.bias is None else norm.bias.to(rows.device), norm.eps)
+    return ref.rms_norm(rows, weight, norm.eps)
+
+
 def head_logits(source: SourceModel, rows: Tensor, table: Tensor, ids: Tensor | None = None) -> Tensor:
     """Logits of rows that have passed the final norm. `ids`: of which tokens `table` has the rows; None: of all."""
     d, bias = source.description, source.decoder.head.bias
     logits = (rows * d.logit_scale) @ table.T
     if bias is not None:
+        bias = bias.to(rows.device)
         logits = logits + (bias if ids is None else bias[ids])
     return d.logit_softcap * (logits / d.logit_softcap).tanh() if d.logit_softcap else logits
 

@@ -66,11 +66,11 @@ class Edges:
 
     def output_roots(self) -> list[Tensor]:
         assert self._data is not None, "this job has no calibration data"
-        return output_roots(self._source, self._data.sequences)
+        return output_roots(self._source, self._data.sequences, self._data.device)
 
     def linear_grams(self) -> dict[str, Tensor]:
         assert self._data is not None, "this job has no calibration data"
-        return linear_grams(self._source, self._data.sequences)
+        return linear_grams(self._source, self._data.sequences, self._data.device)
 
     def remember(self, name: str, make: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
         workspace = None if self._data is None else self._data.workspace

@@ -4,7 +4,8 @@ To second order the divergence of the logits is a quadratic form of the change; 
 the gradients of log-probabilities of tokens that the model itself draws. Methods that fit a block's output can weigh
 its directions with it instead of treating all alike; of the outputs of single linears it is one of the two factors of
 what their errors cost (methods/refine.py). One pass down and one back over some sequences of the float
-model, the weights of one block in memory at a time. Knows nothing of files; used through edges.py.
+model, the weights of one block in memory at a time; what is computed is on a device, what is kept on the host. Knows
+nothing of files; used through edges.py.
 """
 
 from __future__ import annotations
@@ -16,9 +17,10 @@ from torch import Tensor
 
 from tokenmill.model.formats.base import LinearWeight
 from tokenmill.quantize.calibration_ops import CalibrationOps
-from tokenmill.quantize.divergence import head_logits, run_block
+from tokenmill.quantize.divergence import final_norm, head_logits, run_block
 from tokenmill.quantize.source import HEAD, SourceModel
 
+_HOST = torch.device("cpu")
 FISHER_SEQUENCES = 16
 GRAM_SEQUENCES = 64  # of linears, which are wider than the states
 FISHER_PASSES = 12  # its cost in forward passes of the blocks: down twice, back, and the head
@@ -29,31 +31,31 @@ _ROWS = 256  # of logits at a time
 _FLOOR = 0.01  # of the mean: directions that never mattered in the sample do not become free
 
 
-def output_roots(source: SourceModel, sequences: Tensor) -> list[Tensor]:
+def output_roots(source: SourceModel, sequences: Tensor, device: torch.device = _HOST) -> list[Tensor]:
     """For each block R [hidden, hidden] with |x R|^2 the cost of a change x of its output, on average as that of x."""
     width = source.description.hidden_size
-    grams = [torch.zeros(width, width) for _ in range(source.num_blocks)]
-    for index, slopes, _ in _backwards(source, sequences, FISHER_SEQUENCES, []):
+    grams = [torch.zeros(width, width, device=device) for _ in range(source.num_blocks)]
+    for index, slopes, _ in _backwards(source, sequences, FISHER_SEQUENCES, [], device):
         grams[index].addmm_(slopes.T, slopes)
-    return [_root(gram) for gram in grams]
+    return [_root(gram).to(_HOST) for gram in grams]
 
 
-def linear_grams(source: SourceModel, sequences: Tensor) -> dict[str, Tensor]:
+def linear_grams(source: SourceModel, sequences: Tensor, device: torch.device = _HOST) -> dict[str, Tensor]:
     """For each linear the mean outer product of the gradients by its output, [out, out]; of more than 1,024 outputs
     [out, 256], the tiles along its diagonal."""
     names = list(source.layer_linears())
     grams, tokens = {}, 0
     for name in names:
         rows = source.shape(name)[0]
-        grams[name] = torch.zeros(rows, _gram_width(rows))
-    for index, by_block, by_output in _backwards(source, sequences, GRAM_SEQUENCES, names):
+        grams[name] = torch.zeros(rows, _gram_width(rows), device=device)
+    for index, by_block, by_output in _backwards(source, sequences, GRAM_SEQUENCES, names, device):
         for name, slopes in by_output.items():
             tile = grams[name].shape[1]
             for begin in range(0, slopes.shape[1], tile):
                 part = slopes[:, begin : begin + tile]
                 grams[name][begin : begin + tile, : part.shape[1]].addmm_(part.T, part)
         tokens += len(by_block) if index == 0 else 0
-    return {name: gram / tokens for name, gram in grams.items()}
+    return {name: (gram / tokens).to(_HOST) for name, gram in grams.items()}
 
 
 def gram_bytes(source: SourceModel) -> int:
@@ -67,40 +69,44 @@ def _gram_width(rows: int) -> int:
 
 
 def _backwards(
-    source: SourceModel, sequences: Tensor, count: int, watched: Sequence[str]
+    source: SourceModel, sequences: Tensor, count: int, watched: Sequence[str], device: torch.device
 ) -> Iterator[tuple[int, Tensor, Mapping[str, Tensor]]]:
     """Blocks from the last to the first, some sequences at a time: gradients by the block's output, and by those of the
     linears that are watched."""
     count = min(count, sequences.shape[0])
     chosen = sequences[torch.arange(count) * sequences.shape[0] // count]
-    table, generator = source.read_edge(HEAD), torch.Generator().manual_seed(0)
-    entering = _entering(source, chosen)
-    parts = list(torch.arange(count).split(_AT_ONCE))
-    slopes = [_head_slopes(source, entering[-1][part].flatten(0, 1), table, generator) for part in parts]
+    table, generator = source.read_edge(HEAD).to(device), torch.Generator(device).manual_seed(0)
+    entering = _entering(source, chosen, device)
+    parts = [slice(begin, begin + _AT_ONCE) for begin in range(0, count, _AT_ONCE)]
+    slopes = [_head_slopes(source, entering[-1][part].to(device).flatten(0, 1), table, generator) for part in parts]
     for index in range(source.num_blocks - 1, -1, -1):
-        weights = source.read_block(index)
+        weights = _block_weights(source, index, device)
         for number, part in enumerate(parts):
             by_output: Mapping[str, Tensor] = {}
             before = slopes[number]
             if index or watched:
                 slopes[number], by_output = _block_slopes(
-                    source, index, entering[index][part], weights, before, watched
+                    source, index, entering[index][part].to(device), weights, before, watched
                 )
             yield index, before, by_output
 
 
 @torch.no_grad()
-def _entering(source: SourceModel, sequences: Tensor) -> list[Tensor]:
+def _entering(source: SourceModel, sequences: Tensor, device: torch.device) -> list[Tensor]:
     """What enters each block, and the final norm, [sequences, length, hidden] each."""
     entering = [source.embed(sequences)]
     for index in range(source.num_blocks):
-        weights = source.read_block(index)
+        weights = _block_weights(source, index, device)
         parts = [
-            run_block(source, index, part.flatten(0, 1), weights, sequences.shape[1]).view_as(part)
+            run_block(source, index, part.to(device).flatten(0, 1), weights, sequences.shape[1]).view_as(part)
             for part in entering[-1].split(_AT_ONCE)
         ]
-        entering.append(torch.cat(parts))
+        entering.append(torch.cat(parts).to(_HOST))
     return entering
+
+
+def _block_weights(source: SourceModel, index: int, device: torch.device) -> dict[str, Tensor]:
+    return {name: tensor.to(device) for name, tensor in source.read_block(index).items()}
 
 
 def _head_slopes(source: SourceModel, states: Tensor, table: Tensor, generator: torch.Generator) -> Tensor:
@@ -109,10 +115,11 @@ def _head_slopes(source: SourceModel, states: Tensor, table: Tensor, generator: 
     for rows in states.split(_ROWS):
         leaf = rows.detach().requires_grad_()
         with torch.enable_grad():
-            logits = head_logits(source, source.decoder.norm.of_tensor(leaf), table)
+            logits = head_logits(source, final_norm(source, leaf), table)
         found = logits.detach().softmax(-1)
         drawn = torch.multinomial(found, 1, generator=generator)
-        slopes += torch.autograd.grad(logits, leaf, found.scatter_add_(-1, drawn, torch.full(drawn.shape, -1.0)))
+        found.scatter_add_(-1, drawn, torch.full_like(drawn, -1.0, dtype=found.dtype))
+        slopes += torch.autograd.grad(logits, leaf, found)
     return torch.cat(slopes)
 
 

@@ -164,7 +164,7 @@ def prepare(job: QuantizeJob) -> PreparedJob:
     sequences = (samples, length) if recipe.needs_calibration or job.kv_scales else None
     forecast = forecast_job(source, recipe, sequences, job.memory, size, device)
     if job.tune:
-        forecast = with_tuning(forecast, source, job.tune, samples, length)
+        forecast = with_tuning(forecast, source, job.tune, samples, length, device)
     if job.drawn:
         forecast = with_drawing(forecast, source, calibration is not None, job.drawn * length, device)
     check_room(device, forecast.device_bytes)
@@ -304,8 +304,9 @@ def _tune(prepared: PreparedJob, workspace: Workspace, norm_offset: float) -> di
     if not prepared.job.tune:
         return {}
     assert prepared.calibration is not None
-    model = TunedModel(prepared.source, workspace, prepared.file_format, prepared.dtype, norm_offset)
-    report = tune_blocks(model, prepared.calibration.sequences, prepared.job.tune)
+    model = TunedModel(prepared.source, workspace, prepared.file_format, prepared.dtype, norm_offset, prepared.device)
+    with full_device_explained("the last pass"):
+        report = tune_blocks(model, prepared.calibration.sequences, prepared.job.tune)
     return {"tuned": {"steps": prepared.job.tune, **asdict(report)}}
 
 

@@ -4,8 +4,8 @@ Every method before it looks at one block; this one looks at what the model answ
 runs back through the blocks one at a time; where the activations of all of them would take too much memory, each is
 computed again from the states kept at its entrance. Steps compare the models on the tokens that the text makes likely:
 a sixth of a vocabulary, or less, and what it leaves out is a thousandth of the probability. Scales are learned as
-factors, which makes one rate fit all. What a held-out batch does not confirm is discarded. Knows nothing of files; used
-by tune_job.py.
+factors, which makes one rate fit all. What a held-out batch does not confirm is discarded. Everything is on one device.
+Knows nothing of files; used by tune_job.py.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from tokenmill.kernels import ref
-from tokenmill.quantize.divergence import head_logits, run_block
+from tokenmill.quantize.divergence import final_norm, head_logits, run_block
 from tokenmill.quantize.source import SourceModel
 
 _ROWS = 256  # of logits at a time
@@ -93,7 +92,8 @@ def graph_bytes(source: SourceModel, tokens: int) -> int:
 
 
 class EndToEnd:
-    """`embedding`, `head`: tables of the quantized model. `norm`: its final norm as it multiplies."""
+    """`embedding`, `head`: tables of the quantized model. `norm`: its final norm as it multiplies. All three, like the
+    students, are on the device that computes."""
 
     def __init__(
         self,
@@ -108,7 +108,8 @@ class EndToEnd:
         self._length = sequences.shape[1]
         self._embedding, self._head, self._norm = embedding, head, norm
         self.norm_factors = torch.ones_like(norm)
-        self._teacher_head = source.read_edge("lm_head")
+        self._device = norm.device
+        self._teacher_head = source.read_edge("lm_head").to(self._device)
         self._teacher = self._teacher_states()
         self._likely = self.likely_tokens()
         self._likely_heads = (head[self._likely], self._teacher_head[self._likely])
@@ -144,7 +145,7 @@ class EndToEnd:
         total, teacher = 0.0, self._teacher[list(chosen)].flatten(0, 1)
         for rows in torch.arange(states.shape[0]).split(_ROWS):
             reference = self._teacher_logits(teacher[rows]).log_softmax(-1)
-            normed = self._final_norm(states[rows], self._norm * self.norm_factors)
+            normed = final_norm(self._source, states[rows], self._norm * self.norm_factors)
             found = head_logits(self._source, normed, self._head).log_softmax(-1)
             total += float((reference.exp() * (reference - found)).sum())
         return total / states.shape[0]
@@ -155,9 +156,9 @@ class EndToEnd:
     @torch.no_grad()
     def _teacher_states(self) -> Tensor:
         """States of the float model before its final norm, [sequences, length, hidden]; a few sequences at a time."""
-        states = self._source.embed(self._sequences)
+        states = self._source.embed(self._sequences).to(self._device)
         for index in range(self._source.num_blocks):
-            weights = self._source.read_block(index)
+            weights = {name: tensor.to(self._device) for name, tensor in self._source.read_block(index).items()}
             for part in states.split(16):
                 rows = part.flatten(0, 1)
                 part.copy_(run_block(self._source, index, rows, weights, self._length).view_as(part))
@@ -166,7 +167,7 @@ class EndToEnd:
     @torch.no_grad()
     def likely_tokens(self) -> Tensor:
         """Ids that the float model finds likely somewhere in the text."""
-        peak = torch.zeros(self._teacher_head.shape[0])
+        peak = torch.zeros(self._teacher_head.shape[0], device=self._device)
         states = self._teacher.flatten(0, 1)
         for rows in states[:: -(-states.shape[0] // _ASKED)].split(_ROWS):
             peak = torch.maximum(peak, self._teacher_logits(rows).softmax(-1).amax(0))
@@ -174,7 +175,7 @@ class EndToEnd:
 
     def _teacher_logits(self, rows: Tensor, ids: Tensor | None = None) -> Tensor:
         table = self._teacher_head if ids is None else self._likely_heads[1]
-        return head_logits(self._source, self._source.decoder.norm.of_tensor(rows), table, ids)
+        return head_logits(self._source, final_norm(self._source, rows), table, ids)
 
     def _embedded(self, chosen: Sequence[int]) -> Tensor:
         return self._source.embed(self._sequences[list(chosen)], self._embedding).flatten(0, 1)
@@ -212,7 +213,7 @@ class EndToEnd:
         for rows in torch.arange(states.shape[0]).split(_ROWS):
             leaf, factors = states[rows].requires_grad_(), self.norm_factors.clone().requires_grad_()
             with torch.enable_grad():
-                normed = self._final_norm(leaf, self._norm * factors)
+                normed = final_norm(self._source, leaf, self._norm * factors)
                 logits = head_logits(self._source, normed, self._likely_heads[0], self._likely)
             with torch.no_grad():  # of a divergence by logits: the difference of the probabilities
                 expected = self._teacher_logits(teacher[rows], self._likely).softmax(-1)
@@ -220,9 +221,3 @@ class EndToEnd:
             slopes[rows], found = torch.autograd.grad(logits, [leaf, factors], by_logits)
             norm_slopes += found
         return slopes, norm_slopes
-
-    def _final_norm(self, rows: Tensor, weight: Tensor) -> Tensor:
-        norm = self._source.decoder.norm
-        if norm.removes_mean:
-            return ref.layer_norm(rows, weight, norm.bias, norm.eps)
-        return ref.rms_norm(rows, weight, norm.eps)

@@ -23,6 +23,7 @@ from tokenmill.quantize.source import EMBEDDING, HEAD, SourceModel, narrow, stor
 from tokenmill.quantize.tune import KEPT_BYTES, EndToEnd, Student, TuneOptions, TuneReport, graph_bytes
 from tokenmill.quantize.workspace import Workspace
 
+_HOST = torch.device("cpu")
 _PARTS = ("codes", "scales", "zeros", "table")
 _PASSES = 5.5  # a step's cost in forward passes of its tokens: one down, two back, and what are no products
 _LIKELY = 1 / 6  # share of a vocabulary that a text makes likely
@@ -63,9 +64,12 @@ class TunedModel:
     file_format: type[FileFormat]
     dtype: torch.dtype
     norm_offset: float
+    device: torch.device = _HOST
 
 
-def with_tuning(forecast: Forecast, source: SourceModel, steps: int, sequences: int, length: int) -> Forecast:
+def with_tuning(
+    forecast: Forecast, source: SourceModel, steps: int, sequences: int, length: int, device: torch.device = _HOST
+) -> Forecast:
     """The forecast of a job with this pass at its end."""
     d = source.description
     weights = sum(out * width for out, width in map(source.shape, source.layer_linears()))
@@ -76,15 +80,17 @@ def with_tuning(forecast: Forecast, source: SourceModel, steps: int, sequences: 
     graphs = graph_bytes(source, tokens)
     passes = _PASSES if graphs <= KEPT_BYTES else _PASSES + 1
     operations = 2.0 * (steps * tokens * (passes * weights + _LIKELY * 4 * head) + taught * weights)
-    seconds = operations / operations_per_second(torch.device("cpu"))
+    seconds = operations / operations_per_second(device)
     block = 4 * weights // source.num_blocks
     entering = 4 * tokens * d.hidden_size * (source.num_blocks + 1)
     activations = graphs if graphs <= KEPT_BYTES else graphs // source.num_blocks
-    memory = resident_bytes() + 2 * weights + 8 * head + 6 * block + entering + activations + 4 * taught * d.hidden_size
+    held = 2 * weights + 8 * head + 6 * block + entering + activations + 4 * taught * d.hidden_size
+    on_device = 0 if device.type == "cpu" else held
     return replace(
         forecast,
         seconds=forecast.seconds + seconds,
-        memory_bytes=max(forecast.memory_bytes, memory),
+        memory_bytes=max(forecast.memory_bytes, resident_bytes() + held),
+        device_bytes=max(forecast.device_bytes, on_device),
         disk_bytes=forecast.disk_bytes + 2 * weights,
     )
 
@@ -130,9 +136,9 @@ def tune_blocks(model: TunedModel, sequences: Tensor, steps: int) -> TuneReport:
     """Tune all finished blocks and the final norm, and write them again."""
     source, workspace = model.source, model.workspace
     raw = [load_raw(workspace, index) for index in range(source.num_blocks)]
-    students = [_student(block) for block in raw]
+    students = [_student(block, model.device) for block in raw]
     edges = load_file(workspace.edges)
-    embedding = edges[f"{EMBEDDING}.weight"].float()
+    embedding = edges[f"{EMBEDDING}.weight"].to(model.device).float()
     stored_head = edges.get(f"{HEAD}.weight")
     final_norm = f"{source.final_norm}.weight"
     chosen = _spaced(sequences)
@@ -141,35 +147,38 @@ def tune_blocks(model: TunedModel, sequences: Tensor, steps: int) -> TuneReport:
         students,
         chosen,
         embedding,
-        embedding if stored_head is None else stored_head.float(),
-        edges[final_norm].float() + model.norm_offset,
+        embedding if stored_head is None else stored_head.to(model.device).float(),
+        edges[final_norm].to(model.device).float() + model.norm_offset,
     )
     report = pass_.run(TuneOptions(steps))
     for index, (block, student) in enumerate(zip(raw, students, strict=True)):
         tuned = replace(block, matrices=_finished(student), floats={**block.floats, **_scaled_norms(student)})
         tensors, layers = encode_block(tuned, model.file_format, model.dtype, model.norm_offset)
         workspace.save_block(index, tensors, to_plain(layers))
-    norm = stored_norm((edges[final_norm].float() + model.norm_offset) * pass_.norm_factors, model.norm_offset)
+    factors = pass_.norm_factors.to(_HOST)
+    norm = stored_norm((edges[final_norm].float() + model.norm_offset) * factors, model.norm_offset)
     edges[final_norm] = narrow(final_norm, norm, model.dtype)
     workspace.save(workspace.edges, edges)
     return report
 
 
-def _student(block: QuantizedBlock) -> Student:
+def _student(block: QuantizedBlock, device: torch.device) -> Student:
+    floats = {name: value.to(device) for name, value in block.floats.items()}
     norms = {
         name: torch.ones_like(value)
-        for name, value in block.floats.items()
+        for name, value in floats.items()
         if value.dim() == 1 and name.endswith("norm") and name not in block.of_states
     }
-    return Student({name: ScaledMatrix(matrix) for name, matrix in block.matrices.items()}, block.floats, norms)
+    return Student({name: ScaledMatrix(matrix.to(device)) for name, matrix in block.matrices.items()}, floats, norms)
 
 
 def _finished(student: Student) -> dict[str, QuantizedMatrix]:
-    return {name: each.finish() for name, each in student.matrices.items() if isinstance(each, ScaledMatrix)}
+    matrices = ((name, each) for name, each in student.matrices.items() if isinstance(each, ScaledMatrix))
+    return {name: each.finish().to(_HOST) for name, each in matrices}
 
 
 def _scaled_norms(student: Student) -> dict[str, Tensor]:
-    return {name: student.floats[name] * factors for name, factors in student.norms.items()}
+    return {name: (student.floats[name] * factors).to(_HOST) for name, factors in student.norms.items()}
 
 
 def _spaced(sequences: Tensor) -> Tensor:
