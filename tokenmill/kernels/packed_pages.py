@@ -52,6 +52,14 @@ class PackedRows:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class KeyTransform:
+    """What makes keys easier to round: rows hold (key - center) * scale, and queries are divided by the scale."""
+
+    center: Tensor  # float32 [kv_heads, head_dim]
+    scale: Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class PackedPages:
     """Of one layer slot."""
 
@@ -59,6 +67,7 @@ class PackedPages:
     v: Tensor
     page_size: int
     rows: PackedRows  # of both
+    keys: KeyTransform | None = None  # before they are rotated
 
     @property
     def elements(self) -> tuple[Tensor, Tensor]:
