@@ -1,15 +1,19 @@
 """Attention over quantized KV pages on a GPU, against bf16 pages in the same run: times of one layer and bytes read.
 
     python benchmarks/kv_attention.py [--shapes 64x4096,1x32768] [--heads 32] [--kv-heads 8] [--dim 128] [--json]
+                                      [--sweep] [--dtypes int8,int4,turboquant4]
 
-A shape is sequences x context. Decode: one token of each sequence. Prefill: 2,048 new tokens of one sequence over
+`--sweep`: decode over quantized pages with other tiles than choose.py picks, fastest first. A shape is sequences x
+context. Decode: one token of each sequence. Prefill: 2,048 new tokens of one sequence over
 the last context. `store` is the pass that rotates and writes one token of each. Times are medians of CUDA graph replays
-over pages far larger than the cache; `error` is the distance to attention over the bf16 pages of the same keys.
+over pages far larger than the cache; `error` is the distance to attention over the bf16 pages of the same keys; ratios
+are bf16's time over this one. Stores that condition keys do so here, by centers of zero and scales of one.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import statistics
 import sys
@@ -18,16 +22,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import triton
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from tokenmill.hardware.kv_layout import LayerKV, build_layout
 from tokenmill.kernels import triton as gpu
+from tokenmill.kernels.triton.attention import choose
 from tokenmill.model.kvstore import KV_STORES
+from tokenmill.model.kvstore.conditioning import KeyConditioning
 
 _PAGE = 16
-_STORES = ("bfloat16", "fp8", "int8", "int4", "turboquant4")
+_STORES = ("bfloat16", "fp8", "int8", "int8_per_token_head", "int4", "int4_per_token_head", "turboquant4")
 _DEVICE = torch.device("cuda")
 
 
@@ -38,17 +45,23 @@ def main() -> None:
     parser.add_argument("--kv-heads", type=int, default=8)
     parser.add_argument("--dim", type=int, default=128)
     parser.add_argument("--json", action="store_true")
+    parser.add_argument("--sweep", action="store_true")
+    parser.add_argument("--dtypes", default=",".join(_STORES), help="comma-separated; the ratios are to the first")
     options = parser.parse_args()
     rows = []
     for shape in options.shapes.split(","):
         sequences, context = map(int, shape.split("x"))
         torch.manual_seed(0)
         plain: dict[str, Any] = {}
-        for name in _STORES:
+        for name in options.dtypes.split(","):
+            if options.sweep:
+                _sweep(name, sequences, context, options)
+                continue
             measured = _measure(name, sequences, context, options, plain)
             plain = plain or measured
             row = {"shape": shape, "dtype": name} | {key: value for key, value in measured.items() if key != "out"}
-            row["decode_ratio"] = plain["decode_us"] / measured["decode_us"]
+            for part in ("decode", "store", "prefill"):
+                row[f"{part}_ratio"] = plain[f"{part}_us"] / measured[f"{part}_us"]
             rows.append(row)
             if not options.json:
                 print(_line(row), flush=True)
@@ -61,13 +74,42 @@ def _line(row: dict[str, Any]) -> str:
     return f"{row['shape']:10} {row['dtype']:12} {numbers}"
 
 
+def _sweep(name: str, sequences: int, context: int, options: argparse.Namespace) -> None:
+    """Decode times by tile (keys, warps, stages) and programs for each processor that keys are split for."""
+    picked, split, found = choose.packed_decode_tile, choose.choose_key_splits, []
+    for keys, warps, stages in itertools.product((32, 64, 128), (1, 2, 4), (2, 3)):
+        for programs in (4, 8, 16):
+            tile = choose.Tile(choose.power_of_two(options.heads // options.kv_heads, 16), keys, warps, stages)
+            choose.packed_decode_tile = lambda *_, tile=tile: tile
+            choose.choose_key_splits = lambda *by, programs=programs: split(*by[:4], programs)
+            try:
+                measured = _measure(name, sequences, context, options, {}, decode_only=True)
+            except (triton.CompilationError, triton.runtime.errors.OutOfResources) as problem:
+                print(f"{name} {tile} {programs}: {type(problem).__name__}", flush=True)
+                continue
+            found.append((measured["decode_us"], keys, warps, stages, programs))
+    choose.packed_decode_tile, choose.choose_key_splits = picked, split
+    now = _measure(name, sequences, context, options, {}, decode_only=True)["decode_us"]
+    print(f"{sequences}x{context} {name}: {now:.1f} us as chosen; keys, warps, stages, programs:")
+    for each, *tile in sorted(found)[:8]:
+        print(f"  {each:.1f} us {tile}", flush=True)
+
+
 def _measure(
-    name: str, sequences: int, context: int, options: argparse.Namespace, plain: dict[str, Any]
+    name: str,
+    sequences: int,
+    context: int,
+    options: argparse.Namespace,
+    plain: dict[str, Any],
+    decode_only: bool = False,
 ) -> dict[str, Any]:
     heads, kv_heads, dim = options.heads, options.kv_heads, options.dim
     layout = build_layout([LayerKV("full", kv_heads, dim)], _PAGE)
     per_sequence = context // _PAGE
     store = KV_STORES.get(name)(layout, sequences * per_sequence, _DEVICE)
+    if store.conditions_keys:
+        moment = torch.eye(dim, dtype=torch.float64).expand(kv_heads, dim, dim)
+        store.condition_keys(0, KeyConditioning(torch.zeros(kv_heads, dim), torch.ones(kv_heads, dim), moment))
     packed = store.packed_pages(0)
     table = torch.randperm(sequences * per_sequence, device=_DEVICE).int().view(sequences, per_sequence)
     generator = torch.Generator(_DEVICE).manual_seed(1)
@@ -98,6 +140,8 @@ def _measure(
     starts = torch.arange(sequences + 1, dtype=torch.int32, device=_DEVICE)
     lengths = torch.full((sequences,), context, dtype=torch.int32, device=_DEVICE)
     out = attend(q, table, starts, lengths, 1)
+    if decode_only:
+        return {"decode_us": _time(lambda: attend(q, table, starts, lengths, 1))}
     new = min(2048, context)
     prompt = write(qkv[:1].expand(new, -1).contiguous(), torch.full((new,), -1, device=_DEVICE))
     span = torch.tensor([0, new], dtype=torch.int32, device=_DEVICE)

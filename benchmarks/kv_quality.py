@@ -1,7 +1,10 @@
 """What each KV store costs in quality: perplexity and divergence from the same model with float32 pages, same tokens.
 
     python benchmarks/kv_quality.py smollm2 --text TEXT.txt [--context 512,4096] [--tokens 20000] [--dtypes int8,int4]
-                               [--native-layers N] [--json FILE]
+                               [--device cuda] [--native-layers N] [--json FILE]
+
+`--device cuda`: the reference has pages of the model's own type there, and all stores with GPU kernels are measured.
+`limit` is what docs/kv_cache.md promises of the ratio, and whether it held.
 
 Every key and value a token attends to comes out of the pages, within its own chunk too, so a prompt shows what decoding
 would show. Bytes per token are those the engine reserves. The reference's log-probabilities are cached as
@@ -35,7 +38,12 @@ from tokenmill.model.kvstore.choice import reading_path
 
 NATIVE = "float32"
 COLUMNS = (
-    "| KV dtype | bytes/token | of 16 bits | perplexity | ratio | +- | mean KL | p99 KL | same top | read as | s |"
+    "| KV dtype | bytes/token | of 16 bits | perplexity | ratio | +- | limit "
+    "| mean KL | p99 KL | same top | read as | s |"
+)
+# Of the ratio, from docs/kv_cache.md ("Choosing").
+LIMITS = dict.fromkeys(("int8", "int8_per_token_head", "fp8", "fp8_e4m3"), 1.003) | dict.fromkeys(
+    ("int4", "int4_per_token_head", "turboquant4"), 1.02
 )
 
 
@@ -55,6 +63,12 @@ class Row:
     read_as: str
     seconds: float
 
+    @property
+    def limit(self) -> str:
+        if self.dtype not in LIMITS:
+            return "-"
+        return f"{LIMITS[self.dtype]} {'held' if self.ratio <= LIMITS[self.dtype] else 'MISSED'}"
+
     def markdown(self) -> str:
         cells = [
             self.dtype,
@@ -63,6 +77,7 @@ class Row:
             f"{self.perplexity:.4f}",
             f"{self.ratio:.4f}",
             f"{self.ratio_stderr:.4f}",
+            self.limit,
             f"{self.kld_mean:.5f}",
             f"{self.kld_p99:.4f}",
             f"{self.top1:.3f}",
@@ -82,7 +97,7 @@ def measure(path: Path, config: EngineConfig, reference: Reference, windows: lis
         sixteen = kv_bytes_per_token(layout, 2 * layout.values_per_page)
         read_as = reading_path(runtime.store)
     return Row(
-        config.kv_cache_dtype,
+        config.kv_cache_dtype or NATIVE,
         config.context,
         report.tokens,
         size,
@@ -108,14 +123,18 @@ def run(arguments: argparse.Namespace) -> list[Row]:
             return job.cut(tokenizer)
 
         windows = windows_of(load_tokenizer(path))
-        config = EngineConfig(kernels=arguments.kernels, kv_native_layers=arguments.native_layers)
-        native = scoring_config(replace(config, kv_cache_dtype=NATIVE), context)
+        config = EngineConfig(
+            kernels=arguments.kernels, kv_native_layers=arguments.native_layers, device=arguments.device
+        )
+        on_gpu = arguments.device == "cuda"
+        native = scoring_config(replace(config, kv_cache_dtype=None if on_gpu else NATIVE), context)
         cached = not arguments.no_cache
         reference = open_reference(str(path), windows, windows_of, native, cached, no_progress)
         print(f"\n{arguments.model}, context {context}, {sum(each.num_scored for each in windows)} tokens scored\n")
         print(COLUMNS)
         print("|" + "---|" * (COLUMNS.count("|") - 1), flush=True)
-        for dtype in arguments.dtypes.split(",") if arguments.dtypes else list(KV_STORES):
+        every = [name for name in KV_STORES if not on_gpu or KV_STORES.get(name).on_gpu]
+        for dtype in arguments.dtypes.split(",") if arguments.dtypes else every:
             rows.append(measure(path, replace(native, kv_cache_dtype=dtype), reference, windows))
             print(rows[-1].markdown(), flush=True)
         reference.close()
@@ -129,6 +148,7 @@ def main() -> None:
     parser.add_argument("--context", default="512,4096", help="comma-separated")
     parser.add_argument("--tokens", type=int, default=20_000, help="tokens of the text for each context")
     parser.add_argument("--dtypes", default="", help="comma-separated (default: all stores)")
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--native-layers", type=int, help="at each end; default: as the dtype says")
     parser.add_argument("--kernels", default="", help="ref: float32 activations; empty: the default kernels")
     parser.add_argument("--no-cache", action="store_true", help="run the reference beside each candidate")

@@ -1,6 +1,6 @@
 """Compile GPU kernels for Hopper (sm_90) on a machine without a GPU, as launched for known models: experts (also those
 that lie in host memory), attention with sinks, latent attention, float8 weights in blocks, routers, recurrent layers,
-adapters; of Llama-3.1-8B in float16 its products and attention.
+adapters; of Llama-3.1-8B in float16 its products and attention; attention over quantized pages.
 
     python -m tools.compile_gpu_kernels [--all] [NAME ...]
 
@@ -37,6 +37,7 @@ from triton.runtime.jit import JITFunction
 
 from tokenmill.kernels.triton.shared import launch
 from tools.gpu_float16_cases import float16_cases
+from tools.gpu_packed_cases import packed_cases
 
 SHARED_BYTES = 232448  # that one program can have on Hopper
 BINARIES = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
@@ -359,8 +360,8 @@ def main() -> None:
     JITFunction.run = lambda self, *args, **keywords: compilation(self, *args, **keywords)
     print(f"Triton {triton.__version__}")
     attention = (_attention_cases(), _prefix_cases(), _latent_cases())
-    others = (*attention, _linear_cases(), float16_cases(STEPS, _batch), _recurrent_cases(), _adapter_cases())
-    for name, call in itertools.chain(_expert_cases(options.all), *others):
+    others = (*attention, _linear_cases(), float16_cases(STEPS, _batch), packed_cases(_batch), _recurrent_cases())
+    for name, call in itertools.chain(_expert_cases(options.all), *others, _adapter_cases()):
         if all(part in name for part in options.names):
             compilation.case = name
             call()

@@ -1,5 +1,5 @@
-"""Kernels of experts, attention, float8 blocks, recurrent layers and of models in float16 compile for Hopper, within
-its registers and shared memory, on a machine without a GPU."""
+"""Kernels of experts, attention, float8 blocks, recurrent layers, quantized pages and of models in float16 compile for
+Hopper, within its registers and shared memory, on a machine without a GPU."""
 
 from __future__ import annotations
 
@@ -30,6 +30,8 @@ _ROOT = Path(__file__).parents[2]
         "recurrent",
         "adapters",
         "half",
+        "packed int4",
+        "packed turboquant4",
     ],
 )
 def test_kernels_compile_for_hopper(case: str) -> None:

@@ -18,6 +18,7 @@ from tokenmill.kernels.packed_pages import PackedPages
 from tokenmill.kernels.triton.attention.packed import packed_attention
 from tokenmill.kernels.triton.fused.rotary_packed import rope_store_packed
 from tokenmill.model.kvstore import KV_STORES
+from tokenmill.model.kvstore.conditioning import KeyConditioning
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 PAGE = 16
@@ -130,6 +131,51 @@ def test_what_is_written_is_what_the_twin_writes(name: str, interleaved: bool, n
         written = ~theirs.isnan()
         assert bool((mine.isnan() == theirs.isnan()).all())
         assert float((mine - theirs)[written].norm() / theirs[written].norm()) < 0.02
+
+
+@pytest.mark.parametrize(
+    ("name", "dim", "interleaved"), [("int4", 64, False), ("int4_per_token_head", 40, True), ("turboquant4", 64, False)]
+)
+def test_conditioned_keys(name: str, dim: int, interleaved: bool) -> None:
+    """Centered and scaled keys: written as the twin writes them, and attended to as the keys they stand for."""
+    tokens, heads, kv_heads = 20, 6, 2
+    (store, plain), (twin, _) = make(name, kv_heads, dim, 2), make(name, kv_heads, dim, 2)
+    assert store.conditions_keys
+    assert plain.keys is None
+    made_up = torch.Generator().manual_seed(3)
+    center, noise = (torch.randn(kv_heads, dim, generator=made_up) for _ in range(2))
+    before = store.meaning()
+    for each in (store, twin):
+        each.condition_keys(0, KeyConditioning(3 * center, (noise / 2).exp(), torch.eye(dim).double()[None]))
+    assert store.meaning() == twin.meaning() != before
+    qkv = torch.randn(tokens, (heads + 2 * kv_heads) * dim, device=DEVICE)
+    keys = slice(heads * dim, (heads + kv_heads) * dim)
+    qkv[:, keys] += 3 * center.flatten().to(DEVICE)
+    qkv = qkv.bfloat16()
+    places = torch.arange(tokens, device=DEVICE)
+    angles = torch.outer(torch.arange(float(tokens)), 0.1 ** torch.arange(dim // 2)).to(DEVICE)
+    rotary = (angles.cos().contiguous(), angles.sin().contiguous())
+    queries = rope_store_packed(qkv, heads, store.packed_pages(0), places, places, *rotary, interleaved)
+    parts = qkv.float().split([heads * dim, kv_heads * dim, kv_heads * dim], 1)
+    q, k, v = (each.contiguous() for each in parts)
+    q, k = (ref.rope(each, places, *rotary, dim, interleaved) for each in (q, k))
+    twin.write(0, places, k, v)
+    mine, theirs = (each.read(0, torch.arange(2, device=DEVICE)) for each in (store, twin))
+    for got, wanted in zip(mine, theirs, strict=True):
+        written = ~wanted.isnan()
+        assert float((got - wanted)[written].norm() / wanted[written].norm()) < 0.02
+    table, lengths = torch.arange(2, dtype=torch.int32)[None], torch.tensor([tokens], dtype=torch.int32)
+    starts = torch.tensor([0, tokens], dtype=torch.int32)
+    batch = [each.to(DEVICE) for each in (table, starts, lengths)]
+    out = packed_attention(queries, store.packed_pages(0), *batch, dim**-0.5)
+    pages = [each.nan_to_num(0.0).cpu() for each in mine]
+    wanted = ref.attention(q.cpu(), *pages, table, starts, lengths, dim**-0.5, 0, 0.0)
+    assert float((out.float().cpu() - wanted).norm() / wanted.norm()) < 2 * ERROR  # queries are rounded once more
+
+
+def test_keys_of_int8_are_not_conditioned() -> None:
+    store, _ = make("int8", 1, 64, 1)  # values are not rotated there, and the kernel rotates both or none
+    assert not store.conditions_keys
 
 
 @pytest.mark.parametrize("name", STORES)

@@ -9,6 +9,9 @@ import pytest
 
 from tests.gpu.models import greedy, worst_choice, write_config
 from tests.gpu.test_executors import LENGTH, ON_GPU, config, engine, prompts, same_weights, spec  # noqa: F401
+from tokenmill.config import EngineConfig
+from tokenmill.resolution import resolve
+from tokenmill.runtime.observation.key_conditioning import find_conditioning
 
 
 @pytest.mark.usefixtures("same_weights")
@@ -26,6 +29,8 @@ def test_tokens_stay_close_to_the_spec(tmp_path: Path, name: str, dtype: str) ->
             store = llm.parts.runtime.store
             assert all(store.packed_pages(slot) is not None for slot in range(store.layout.layers_per_page))
             assert store.nbytes == llm.parts.runtime.budget.nbytes
+            conditioned = [store.packed_pages(slot).keys is not None for slot in range(store.layout.layers_per_page)]
+            assert set(conditioned) == {name == "llama" and dtype in ("int4", "turboquant4")}
     with spec(folder) as reference:
         for prompt, answer in zip(asked, answers["cuda_graph"], strict=True):
             assert worst_choice(reference, prompt, answer) < (0.1 if dtype.startswith("int8") else 0.6)
@@ -41,3 +46,18 @@ def test_edge_layers_are_floats_beside_quantized_ones(tmp_path: Path) -> None:
         assert [store.packed_pages(slot) is not None for slot in range(3)] == [False, True, False]
     with spec(folder) as reference:
         assert worst_choice(reference, prompt, answer) < 0.1
+
+
+@pytest.mark.usefixtures("same_weights")
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_keys_are_measured_on_the_device_as_by_the_spec(tmp_path: Path, name: str) -> None:
+    folder = config(tmp_path, name)
+    with engine(folder, "cuda_eager", kv_cache_dtype="int4") as llm:
+        found = find_conditioning(llm.parts.runtime.model, resolve(EngineConfig()), 16)
+    with spec(folder) as reference:
+        wanted = find_conditioning(reference.parts.runtime.model, resolve(EngineConfig()), 16)
+    assert found.keys() == wanted.keys()
+    for layer, conditioning in found.items():
+        for field in ("center", "scale", "query_moment"):
+            mine, theirs = getattr(conditioning, field), getattr(wanted[layer], field)
+            assert float((mine - theirs).norm() / theirs.norm()) < 0.03  # bf16 activations

@@ -15,6 +15,10 @@ from torch import Tensor
 INT8_HALF, INT8_FLOAT, HIDDEN_ZERO, CODEBOOK, PAIRED_ZERO = range(5)  # kinds of rows
 NUMBER_TYPES = (torch.float16, torch.float32, torch.int32, torch.float16, torch.int32)
 
+# The upper half of the levels of CODEBOOK for a row of length sqrt(head_dim), as bits of float16; the lower half are
+# their negatives. Attention has them in its code; the stores compute them (model/kvstore/codebook.py).
+CODEBOOK_HALVES = (0x301C, 0x3635, 0x3941, 0x3B8A, 0x3D06, 0x3E79, 0x4023, 0x4177)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedRows:
@@ -34,17 +38,25 @@ class PackedRows:
     gains: Tensor | None = None
 
     @property
-    def code_bytes(self) -> int:
-        return self.head_dim // 2 * self.pair_type.itemsize
+    def codes_per_element(self) -> int:
+        """Of 16 bits, in which attention reads rows."""
+        return 4 if self.kind >= HIDDEN_ZERO else 2
 
     @property
-    def pair_type(self) -> torch.dtype:
-        """Of an element that holds two codes."""
-        return torch.uint8 if self.kind >= HIDDEN_ZERO else torch.int16
+    def code_bytes(self) -> int:
+        return self.head_dim // self.codes_per_element * 2
 
     @property
     def number_type(self) -> torch.dtype:
         return NUMBER_TYPES[self.kind]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class KeyTransform:
+    """What makes keys easier to round: rows hold (key - center) * scale, and queries are divided by the scale."""
+
+    center: Tensor  # float32 [kv_heads, head_dim]
+    scale: Tensor
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -55,11 +67,12 @@ class PackedPages:
     v: Tensor
     page_size: int
     rows: PackedRows  # of both
+    keys: KeyTransform | None = None  # before they are rotated
 
     @property
-    def pairs(self) -> tuple[Tensor, Tensor]:
-        """The same memory as elements of two codes."""
-        return self.k.view(self.rows.pair_type), self.v.view(self.rows.pair_type)
+    def elements(self) -> tuple[Tensor, Tensor]:
+        """The same memory as elements of 16 bits."""
+        return self.k.view(torch.int16), self.v.view(torch.int16)
 
     @property
     def numbers(self) -> tuple[Tensor, Tensor]:

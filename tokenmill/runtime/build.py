@@ -188,7 +188,7 @@ def _build(checkpoint: Checkpoint, config: ResolvedConfig, device: Device, seat:
     store = choice.build(layout, budget.num_pages, device, config.kernels, config.concurrency)
     store.hold_states(budget.num_state_slots, budget.num_spare_states)
     load_kv_scales(store, checkpoint)
-    if store.conditions_keys:
+    if store.conditions_keys and not (on_gpu and seat is not None):  # ranks would have to measure together
         from tokenmill.runtime.observation.key_conditioning import condition_keys
 
         condition_keys(store, model, config, context)

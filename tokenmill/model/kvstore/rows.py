@@ -22,7 +22,7 @@ from tokenmill.errors import UserError
 from tokenmill.hardware.kv_layout import KVLayout
 from tokenmill.kernels.base import select
 from tokenmill.kernels.cpu_pages import CpuPages, RowCode
-from tokenmill.kernels.packed_pages import PackedPages, PackedRows
+from tokenmill.kernels.packed_pages import KeyTransform, PackedPages, PackedRows
 from tokenmill.model.kvstore.base import KVStore
 from tokenmill.model.kvstore.conditioning import KeyConditioning
 from tokenmill.model.kvstore.rotation import Rotation
@@ -85,12 +85,14 @@ class RowFormat(ABC):
             heads = heads / self.conditioning.scale[:, None] + self.conditioning.center[:, None]
         return heads
 
-    def conditioned(self, conditioning: KeyConditioning) -> Self:
-        """The same rows for the keys of one layer; rotated in any case."""
+    def conditioned(self, conditioning: KeyConditioning, feedback: bool = True) -> Self:
+        """The same rows for the keys of one layer; rotated in any case. `feedback`: errors are compensated by the
+        coordinates after them."""
         other = copy(self)
         other.rotation = self.rotation or Rotation(self.head_dim)
         other.conditioning = conditioning
-        other.feedback, other.weights = conditioning.feedback(other.rotation)
+        if feedback:
+            other.feedback, other.weights = conditioning.feedback(other.rotation)
         return other
 
     def round(self, heads: Tensor, rounder: Rounder) -> tuple[Tensor, Tensor]:
@@ -174,12 +176,18 @@ class RowStore(KVStore):
     @property
     def conditions_keys(self) -> bool:
         # Layers of several groups share slots, so that no single vector is the mean of their keys. Latent rows are
-        # values too. The GPU kernels do not support conditioning.
+        # values too. The GPU kernels rotate keys and values alike, so keys of other stores (int8) stay as they are.
         one_kind = len(self.layout.groups) == 1 and not self.layout.is_latent
-        return self.conditioned and one_kind and self._backend != "triton"
+        suits = self._backend != "triton" or (self._packed is not None and self._packed.turn is not None)
+        return self.conditioned and one_kind and suits
 
     def condition_keys(self, slot: int, conditioning: KeyConditioning) -> None:
         k, v = self._formats[slot]
+        if self._packed is not None:  # the GPU kernels do not compensate: coordinates would wait for each other
+            center, scale = (each.to(self.device).contiguous() for each in (conditioning.center, conditioning.scale))
+            moved = replace(conditioning, center=center, scale=scale)
+            self.use_formats(slot, k.conditioned(moved, feedback=False), v)
+            return
         self.use_formats(slot, k.conditioned(conditioning), v)
 
     @classmethod
@@ -235,7 +243,9 @@ class RowStore(KVStore):
     def packed_pages(self, slot: int) -> PackedPages | None:
         if self._packed is None:
             return None
-        return PackedPages(self._k[slot].flatten(2), self._v[slot].flatten(2), self.layout.page_size, self._packed)
+        planes, conditioning = (self._k[slot].flatten(2), self._v[slot].flatten(2)), self._formats[slot][0].conditioning
+        keys = None if conditioning is None else KeyTransform(conditioning.center, conditioning.scale)
+        return PackedPages(*planes, self.layout.page_size, self._packed, keys)
 
     def pages(self, slot: int) -> tuple[Tensor, Tensor]:
         return self.read(slot, torch.arange(self.num_pages, device=self.device))

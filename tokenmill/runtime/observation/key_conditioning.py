@@ -3,7 +3,8 @@
 Keys of one head share a common component with half or more of their energy, and queries weigh some directions far more
 than others. Both are measured in one step over fixed pseudo-random tokens, before rotary positions are applied, and
 then averaged over positions; text gives nearly the same. The first token gets more weight because it is an attention
-sink. Called once, by build.py.
+sink. Called once, by build.py. The step runs on the model's device, by the ops of its executor; what it finds is
+worked out on the host.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ from tokenmill.hardware.kv_layout import build_layout
 from tokenmill.kernels.hadamard import random_signs
 from tokenmill.log import get_logger
 from tokenmill.model.attention.base import AttentionSpec
+from tokenmill.model.kvstore import KV_STORES
 from tokenmill.model.kvstore.base import KVStore
 from tokenmill.model.kvstore.conditioning import KeyConditioning
-from tokenmill.model.kvstore.dense import Float32Store
 from tokenmill.model.layers.rotary import RotaryTable
 from tokenmill.model.loader import LoadedModel
 from tokenmill.runtime.executors.eager import EagerExecutor, EagerOps
@@ -52,23 +53,36 @@ def find_conditioning(model: LoadedModel, config: ResolvedConfig, context: int) 
     """By layer; none for layers with capped scores or sinks, which would change with the center."""
     count = min(_TOKENS, context)
     layout = build_layout(model.decoder.kv_layers(), count)
-    store = Float32Store(layout, len(layout.groups), model.device, model.kernels)
-    batch = Batch(
-        token_ids=_tokens(model.decoder.description.vocab_size, count),
-        positions=torch.arange(count),
-        query_starts=torch.tensor([0, count], dtype=torch.int32),
-        seq_lens=torch.tensor([count], dtype=torch.int32),
-        slots=tuple(torch.arange(count) + group * count for group in range(len(layout.groups))),
-        block_tables=tuple(torch.tensor([[group]], dtype=torch.int32) for group in range(len(layout.groups))),
-        logit_rows=torch.zeros(0, dtype=torch.int64),
+    on_gpu = model.table is not None
+    pages = str(model.table.dtype).removeprefix("torch.") if model.table is not None else "float32"
+    store = KV_STORES.get(pages)(layout, len(layout.groups), model.device, model.kernels)
+    store.states.clear([0])
+    batch = _batch(model, count, len(layout.groups))
+    found = _Measurements()
+    if on_gpu:
+        from tokenmill.runtime.observation.device_conditioning import measure_on_device
+
+        measure_on_device(model, store, batch, found.add)
+    else:
+        model.decoder.forward(_MeasuringOps(EagerExecutor(model, store, config), batch, found))
+    return found.conditioning
+
+
+def _batch(model: LoadedModel, count: int, groups: int) -> Batch:
+    """One sequence of fixed tokens, with a page of its own in every group."""
+    device = model.device
+    return Batch(
+        token_ids=_tokens(model.decoder.description.vocab_size, count).to(device),
+        positions=torch.arange(count, device=device),
+        query_starts=torch.tensor([0, count], dtype=torch.int32, device=device),
+        seq_lens=torch.tensor([count], dtype=torch.int32, device=device),
+        slots=tuple(torch.arange(count, device=device) + group * count for group in range(groups)),
+        block_tables=tuple(torch.tensor([[group]], dtype=torch.int32, device=device) for group in range(groups)),
+        logit_rows=torch.zeros(0, dtype=torch.int64, device=device),
         max_query=count,
         max_seq=count,
-        state_slots=torch.zeros(1, dtype=torch.int64),
+        state_slots=torch.zeros(1, dtype=torch.int64, device=device),
     )
-    store.states.clear([0])
-    ops = _MeasuringOps(EagerExecutor(model, store, config), batch)
-    model.decoder.forward(ops)
-    return ops.conditioning
 
 
 def _tokens(vocabulary: int, count: int) -> Tensor:
@@ -77,12 +91,46 @@ def _tokens(vocabulary: int, count: int) -> Tensor:
     return (bits << torch.arange(16)).sum(-1) * vocabulary // (1 << 16)
 
 
+class _Measurements:
+    def __init__(self) -> None:
+        self.conditioning: dict[int, KeyConditioning] = {}
+
+    def add(
+        self, spec: AttentionSpec, queries: Tensor, keys: Tensor, tables: tuple[RotaryTable | None, RotaryTable | None]
+    ) -> None:
+        """Of a layer: heads before rotary positions, float32 [T, heads, head_dim], and their tables. Layers with capped
+        scores or sinks are left out."""
+        if spec.softcap or spec.sinks is not None:
+            return
+        (queries, _), (keys, table) = (
+            _at_first_position(each, on_host) for each, on_host in zip((queries, keys), tables, strict=True)
+        )
+        first, rest = keys[0], keys[1:]
+        mean = _over_positions(rest.mean(0), table)
+        center = first.lerp(mean, 1 - _FIRST_TOKEN)
+        # E[(k - center)^2] over the remaining tokens: rotation does not change the energy of a pair.
+        rest_spread = rest.square().mean(0) - 2 * mean * center + center.square()
+        spread = _pair_energy((first - center).square().lerp(rest_spread, 1 - _FIRST_TOKEN), table)
+        moment = _query_moment(queries[1:].unflatten(1, (spec.num_kv_heads, -1)), table)
+        self.conditioning[spec.layer] = KeyConditioning(center, _scale(spread), moment)
+
+
+def _at_first_position(heads: Tensor, table: RotaryTable | None) -> tuple[Tensor, RotaryTable | None]:
+    """On the host, as at position 0, where a rotary table may still scale."""
+    heads = heads.cpu()
+    if table is None:
+        return heads, None
+    table = RotaryTable(table.cos.cpu(), table.sin.cpu(), table.interleaved)
+    half = table.cos.shape[1]
+    return torch.cat((heads[..., : 2 * half] * table.cos[0, 0], heads[..., 2 * half :]), -1), table
+
+
 class _MeasuringOps(EagerOps):
     """Ops that measure queries and keys on their way to attention."""
 
-    def __init__(self, executor: EagerExecutor, batch: Batch) -> None:
+    def __init__(self, executor: EagerExecutor, batch: Batch, found: _Measurements) -> None:
         super().__init__(executor, batch)
-        self.conditioning: dict[int, KeyConditioning] = {}
+        self._found = found
         self._unrotated: list[tuple[Tensor, Tensor, RotaryTable]] = []  # of this layer: output and input of rope, table
 
     def rope(self, x: Tensor, table: RotaryTable, head_dim: int) -> Tensor:
@@ -91,27 +139,16 @@ class _MeasuringOps(EagerOps):
         return y
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
-        if not spec.softcap and spec.sinks is None:
-            (queries, _), (keys, table) = (self._before_rotation(each, spec.head_dim) for each in (q, k))
-            first, rest = keys[0], keys[1:]
-            mean = _over_positions(rest.mean(0), table)
-            center = first.lerp(mean, 1 - _FIRST_TOKEN)
-            # E[(k - center)^2] over the remaining tokens: rotation does not change the energy of a pair.
-            rest_spread = rest.square().mean(0) - 2 * mean * center + center.square()
-            spread = _pair_energy((first - center).square().lerp(rest_spread, 1 - _FIRST_TOKEN), table)
-            moment = _query_moment(queries[1:].unflatten(1, (spec.num_kv_heads, -1)), table)
-            self.conditioning[spec.layer] = KeyConditioning(center, _scale(spread), moment)
+        (queries, q_table), (keys, k_table) = (self._before_rotation(each, spec.head_dim) for each in (q, k))
+        self._found.add(spec, queries, keys, (q_table, k_table))
         self._unrotated.clear()
         return super().attention(q, k, v, spec)
 
     def _before_rotation(self, rotated: Tensor, head_dim: int) -> tuple[Tensor, RotaryTable | None]:
-        """[T, heads, head_dim] as at position 0, where a rotary table may still scale."""
+        """[T, heads, head_dim]."""
         for y, x, table in self._unrotated:
             if y is rotated:
-                heads = x.view(x.shape[0], -1, head_dim)
-                half = table.cos.shape[1]
-                stretched = heads[..., : 2 * half] * table.cos[0, 0]
-                return torch.cat((stretched, heads[..., 2 * half :]), -1), table
+                return x.view(x.shape[0], -1, head_dim), table
         return rotated.view(rotated.shape[0], -1, head_dim), None
 
 

@@ -57,7 +57,10 @@ class CapturedViews(PageViews):
             )  # fmt: skip
             return
         if rotation is not None:  # into the basis in which the keys are stored
-            queries = (queries.unflatten(1, (-1, spec.head_dim)) @ rotation).flatten(1)
+            heads = queries.unflatten(1, (spec.num_kv_heads, -1, spec.head_dim))
+            if packed.keys is not None:
+                heads = (heads / packed.keys.scale[:, None]).to(queries.dtype)
+            queries = (heads @ rotation).flatten(1)
         gpu.packed_attention(queries, packed, *lengths, spec.scale, max_query=1, max_seq=batch.max_seq, out=out)
 
 

@@ -55,10 +55,12 @@ def packed_attention(
 def _geometry(q: Tensor, pages: PackedPages) -> Geometry:
     head_dim, rotated = pages.rows.head_dim, pages.rows.turn is not None
     heads = q.shape[1] // head_dim
-    group, width = heads // pages.k.shape[1], power_of_two(head_dim // 2, 16)
+    group, codes = heads // pages.k.shape[1], pages.rows.codes_per_element
+    elements = head_dim // codes
+    width = power_of_two(elements, 16)
     # Rotating back is a product of the tensor core, which wants 16 rows or more.
     padded_group = power_of_two(group, 16 if rotated else 1)
-    return Geometry(heads, group, padded_group, head_dim, 2 * width, head_dim // 2, width, pages.page_size)
+    return Geometry(heads, group, padded_group, head_dim, codes * width, elements, width, pages.page_size)
 
 
 class _Call:
@@ -74,7 +76,7 @@ class _Call:
     def launch(self, grid: tuple[int, int, int], tile: Tile, prefill: bool = False, single_only: bool = False) -> None:
         rows, device, splits = self.pages.rows, self.q.device, grid[2]
         sequences, tokens = self.batch.seq_lens.shape[0], self.q.shape[0]
-        (k_codes, v_codes), (k_numbers, v_numbers) = self.pages.pairs, self.pages.numbers
+        (k_codes, v_codes), (k_numbers, v_numbers) = self.pages.elements, self.pages.numbers
         strides = (k_codes.stride(0), k_codes.stride(1), k_numbers.stride(0), k_numbers.stride(1))
         exact = self.q.dtype == torch.float32 or INTERPRETED  # the interpreter cannot multiply bf16 tiles
         variant = Variant(

@@ -1,8 +1,8 @@
 """Paged attention over quantized rows: codes are multiplied as they are, scales and zero points applied outside.
 
 (code - zero) * scale of a key is applied to its scores, that of a value to its weight; so a code only has to become a
-float, which is exact. An element holds two codes, of an even and an odd dimension (int8: 16 bits, 4-bit codes: 8); the
-two have their own operands and accumulators. Tiles and key splits are as in dense_kernel.py. Rotated rows meet rotated
+float (packed_widening.py). An element of 16 bits holds the codes of two (int8) or four dimensions a, b, c, d, each of
+which has its own operands and accumulator. Tiles and key splits are as in dense_kernel.py. Rotated rows meet rotated
 queries (fused/rotary_packed.py); the output is rotated back at the end. KIND is that of packed_pages.py; PAIRED_ZERO
 has scales of its own for even and odd dimensions, and so scores and weights of its own. Launched by packed.py.
 """
@@ -18,23 +18,23 @@ from torch import Tensor
 
 from tokenmill.kernels import packed_pages
 from tokenmill.kernels.triton.attention.online_softmax import merge_partials, online_softmax
+from tokenmill.kernels.triton.attention.packed_widening import paired_scales, row_scales, widen
 from tokenmill.kernels.triton.shared.device import arrive_last, dependent_launch, find_sequence, rotate_rows
 
 INT8_FLOAT = tl.constexpr(packed_pages.INT8_FLOAT)
 HIDDEN_ZERO = tl.constexpr(packed_pages.HIDDEN_ZERO)
-CODEBOOK = tl.constexpr(packed_pages.CODEBOOK)
 PAIRED_ZERO = tl.constexpr(packed_pages.PAIRED_ZERO)
 WEIGHT_SCALE = tl.constexpr(256.0)  # weight times scale of a value: small, and half precision ends at 6e-5
 
 
 class Pages(NamedTuple):
-    """The planes of PackedPages: codes [pages, kv_heads, ...] as elements of two, and numbers (scales, zero points)."""
+    """The planes of PackedPages: codes [pages, kv_heads, ...] as elements, and numbers (scales, zero points)."""
 
     k_codes: Tensor
     k_numbers: Tensor
     v_codes: Tensor
     v_numbers: Tensor
-    levels: Tensor | None  # float32 [16], of a codebook
+    levels: Tensor | None  # float32 [16], of a codebook; for the interpreter, others have them in the code
     rotation: Tensor | None  # float16 [head_dim, head_dim], where rows lie rotated
     page_codes: int  # strides, in elements of the plane
     head_codes: int
@@ -61,126 +61,75 @@ class Variant(NamedTuple):
     interpreted: bool
 
 
-class State(NamedTuple):
-    """Sums over the keys walked so far, for each row: weighted codes of even and odd dimensions, weighted zero points
-    of both, the running maximum and sum of the softmax."""
+class Queries(NamedTuple):
+    """Rows of a tile, one operand for each dimension of an element (int8: `c` and `d` are not read), and their sums
+    over even and over odd dimensions."""
 
-    acc: Any
-    acc_odd: Any
+    a: Any
+    b: Any
+    c: Any
+    d: Any
+    even_sum: Any
+    odd_sum: Any
+
+
+class State(NamedTuple):
+    """Sums over the keys walked so far, for each row: weighted codes of the dimensions of an element (int8: the last
+    two stay empty), weighted zero points of even and odd ones, the running maximum and sum of the softmax."""
+
+    a: Any
+    b: Any
+    c: Any
+    d: Any
     zero: Any
-    zero_odd: Any
+    odd_zero: Any
     row_max: Any
     row_sum: Any
 
 
 @triton.jit
-def row_scales(numbers, KIND: tl.constexpr):
-    """(scale, zero) of rows, float32."""
-    if KIND == HIDDEN_ZERO:
-        scale = (numbers & -16).to(tl.float32, bitcast=True)
-        return scale, (numbers & 15).to(tl.float32)
+def score_keys(queries, k_tile, k_line, pages, scale, GEOMETRY: tl.constexpr, VARIANT: tl.constexpr):
+    """Scores [R, K] of a tile of keys."""
+    KIND: tl.constexpr = VARIANT.kind
+    HEAD_DIM: tl.constexpr = GEOMETRY.head_dim
+    a, b, c, d = widen(k_tile, pages.levels, KIND, HEAD_DIM, VARIANT.compute, VARIANT.interpreted)
+    scores = tl.dot(queries.a, tl.trans(a), input_precision="ieee")
+    if KIND > INT8_FLOAT:
+        scores = tl.dot(queries.c, tl.trans(c), scores, input_precision="ieee")
+    if KIND == PAIRED_ZERO:
+        k_scale, k_zero, odd_scale, odd_zero = paired_scales(k_line)
+        odd_scores = tl.dot(queries.b, tl.trans(b), input_precision="ieee")
+        odd_scores = tl.dot(queries.d, tl.trans(d), odd_scores, input_precision="ieee")
+        odd_scores -= queries.odd_sum[:, None] * odd_zero[None, :]
+        scores = (scores - queries.even_sum[:, None] * k_zero[None, :]) * (k_scale * scale)[None, :]
+        scores += odd_scores * (odd_scale * scale)[None, :]
     else:
-        scale = numbers.to(tl.float32)
-        return scale, scale * 0.0
-
-
-@triton.jit
-def paired_scales(numbers):
-    """(scale, zero) of the even and (scale, zero) of the odd dimensions of rows, float32: two halves in 32 bits."""
-    even, odd = numbers.to(tl.int16), (numbers >> 16).to(tl.int16)
-    even_scale = (even & -16).to(tl.float16, bitcast=True).to(tl.float32)
-    odd_scale = (odd & -16).to(tl.float16, bitcast=True).to(tl.float32)
-    return even_scale, (even & 15).to(tl.float32), odd_scale, (odd & 15).to(tl.float32)
-
-
-@triton.jit
-def widen_octets(codes):
-    """Two int8 in 16 bits -> (low, high) as float16, each as the last byte of 1024 + 128 + code: instructions that
-    convert would take most of the time."""
-    return tl.inline_asm_elementwise(
-        """
-        {
-        .reg .b32 u, m;
-        mov.b32 m, 0x64806480;
-        xor.b32 u, $2, 0x80808080;
-        prmt.b32 $0, u, 0x64646464, 0x4240;
-        prmt.b32 $1, u, 0x64646464, 0x4341;
-        sub.f16x2 $0, $0, m;
-        sub.f16x2 $1, $1, m;
-        }
-        """,
-        "=&r,=&r,r",
-        [codes],
-        dtype=(tl.float16, tl.float16),
-        is_pure=True,
-        pack=2,
-    )
-
-
-@triton.jit
-def widen_halves(codes):
-    """Two codes a byte -> (low, high) as float16, each as the last byte of 1024 + code."""
-    return tl.inline_asm_elementwise(
-        """
-        {
-        .reg .b32 u, v, m;
-        mov.b32 m, 0x64006400;
-        and.b32 u, $4, 0x0f0f0f0f;
-        shr.u32 v, $4, 4;
-        and.b32 v, v, 0x0f0f0f0f;
-        prmt.b32 $0, u, 0x64646464, 0x4140;
-        prmt.b32 $1, u, 0x64646464, 0x4342;
-        prmt.b32 $2, v, 0x64646464, 0x4140;
-        prmt.b32 $3, v, 0x64646464, 0x4342;
-        sub.f16x2 $0, $0, m;
-        sub.f16x2 $1, $1, m;
-        sub.f16x2 $2, $2, m;
-        sub.f16x2 $3, $3, m;
-        }
-        """,
-        "=&r,=&r,=&r,=&r,r",
-        [codes],
-        dtype=(tl.float16, tl.float16),
-        is_pure=True,
-        pack=4,
-    )
-
-
-@triton.jit
-def widen(codes, levels, KIND: tl.constexpr, COMPUTE: tl.constexpr, INTERPRET: tl.constexpr):
-    """Elements -> (even, odd) as floats."""
-    if KIND <= INT8_FLOAT:
-        if INTERPRET:
-            return ((codes << 8) >> 8).to(COMPUTE), (codes >> 8).to(COMPUTE)
-        even, odd = widen_octets(codes)
-        return even.to(COMPUTE), odd.to(COMPUTE)
-    elif KIND != CODEBOOK and not INTERPRET:
-        even, odd = widen_halves(codes)
-        return even.to(COMPUTE), odd.to(COMPUTE)
-    else:
-        low, high = codes & 15, codes >> 4
-        if KIND == CODEBOOK:
-            return tl.load(levels + low.to(tl.int32)).to(COMPUTE), tl.load(levels + high.to(tl.int32)).to(COMPUTE)
-        else:
-            return low.to(COMPUTE), high.to(COMPUTE)
+        k_scale, k_zero = row_scales(k_line, KIND, HEAD_DIM)
+        scores = tl.dot(queries.b, tl.trans(b), scores, input_precision="ieee")
+        if KIND > INT8_FLOAT:
+            scores = tl.dot(queries.d, tl.trans(d), scores, input_precision="ieee")
+        if KIND == HIDDEN_ZERO:
+            scores -= (queries.even_sum + queries.odd_sum)[:, None] * k_zero[None, :]
+        scores *= (k_scale * scale)[None, :]
+    return scores
 
 
 @triton.jit
 def walk_packed(
-    state, q_even, q_odd, q_sum, q_odd_sum, table, pages, k_codes, k_numbers, v_codes, v_numbers, first, last, low, end,
-    positions, scale, cap, GEOMETRY: tl.constexpr, VARIANT: tl.constexpr, MASKED: tl.constexpr,
+    state, queries, table, pages, k_codes, k_numbers, v_codes, v_numbers, first, last, low, end, positions, scale, cap,
+    GEOMETRY: tl.constexpr, VARIANT: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Key tiles [first, last) of one KV head, whose planes begin at k_codes, k_numbers, v_codes and v_numbers."""
     ELEMENTS: tl.constexpr = GEOMETRY.elements
     PADDED: tl.constexpr = GEOMETRY.padded_elements
     PAGE: tl.constexpr = GEOMETRY.page_size
+    HEAD_DIM: tl.constexpr = GEOMETRY.head_dim
     KEYS: tl.constexpr = VARIANT.keys
     KIND: tl.constexpr = VARIANT.kind
     COMPUTE: tl.constexpr = VARIANT.compute
     WINDOW: tl.constexpr = VARIANT.window
     CAP: tl.constexpr = VARIANT.capped
-    INTERPRET: tl.constexpr = VARIANT.interpreted
-    acc, acc_odd, zero, zero_odd, row_max, row_sum = state
+    acc_a, acc_b, acc_c, acc_d, zero, zero_odd, row_max, row_sum = state
     dims = tl.arange(0, PADDED)
     for tile in range(first, last):
         keys = tile * KEYS + tl.arange(0, KEYS)
@@ -205,40 +154,45 @@ def walk_packed(
             v_line = tl.load(v_numbers + lines, mask=inside, other=0)
         else:
             k_line, v_line = tl.load(k_numbers + lines), tl.load(v_numbers + lines)
-        k_even, k_odd = widen(k_tile, pages.levels, KIND, COMPUTE, INTERPRET)
-        scores = tl.dot(q_even, tl.trans(k_even), input_precision="ieee")
-        if KIND == PAIRED_ZERO:
-            k_scale, k_zero, odd_scale, odd_zero = paired_scales(k_line)
-            odd_scores = tl.dot(q_odd, tl.trans(k_odd), input_precision="ieee")
-            odd_scores -= q_odd_sum[:, None] * odd_zero[None, :]
-            scores = (scores - q_sum[:, None] * k_zero[None, :]) * (k_scale * scale)[None, :]
-            scores += odd_scores * (odd_scale * scale)[None, :]
-        else:
-            k_scale, k_zero = row_scales(k_line, KIND)
-            scores = tl.dot(q_odd, tl.trans(k_odd), scores, input_precision="ieee")
-            if KIND == HIDDEN_ZERO:
-                scores -= (q_sum + q_odd_sum)[:, None] * k_zero[None, :]
-            scores *= (k_scale * scale)[None, :]
+        scores = score_keys(queries, k_tile, k_line, pages, scale, GEOMETRY, VARIANT)
         weights, rescale, row_max, row_sum = online_softmax(
             scores, keys, inside, positions, row_max, row_sum, cap, WINDOW, CAP, MASKED
         )
-        v_even, v_odd = widen(v_tile, pages.levels, KIND, COMPUTE, INTERPRET)
-        # Zero points: of the rounded weights, so that what large ones add to `acc` is taken off exactly.
+        a, b, c, d = widen(v_tile, pages.levels, KIND, HEAD_DIM, COMPUTE, VARIANT.interpreted)
+        # Zero points: of the rounded weights, so that what large ones add to the sums is taken off exactly.
         if KIND == PAIRED_ZERO:
             v_scale, v_zero, odd_scale, odd_zero = paired_scales(v_line)
             odd_weights = (weights * (odd_scale * WEIGHT_SCALE)[None, :]).to(COMPUTE)
             zero_odd = zero_odd * rescale + tl.sum(odd_weights.to(tl.float32) * odd_zero[None, :], 1)
+            weights = (weights * (v_scale * WEIGHT_SCALE)[None, :]).to(COMPUTE)
         else:
-            v_scale, v_zero = row_scales(v_line, KIND)
-        weights = (weights * (v_scale * WEIGHT_SCALE)[None, :]).to(COMPUTE)
-        acc = tl.dot(weights, v_even, acc * rescale[:, None], input_precision="ieee")
-        if KIND == PAIRED_ZERO:
-            acc_odd = tl.dot(odd_weights, v_odd, acc_odd * rescale[:, None], input_precision="ieee")
-        else:
-            acc_odd = tl.dot(weights, v_odd, acc_odd * rescale[:, None], input_precision="ieee")
+            v_scale, v_zero = row_scales(v_line, KIND, HEAD_DIM)
+            weights = (weights * (v_scale * WEIGHT_SCALE)[None, :]).to(COMPUTE)
+            odd_weights = weights
+        acc_a = tl.dot(weights, a, acc_a * rescale[:, None], input_precision="ieee")
+        acc_b = tl.dot(odd_weights, b, acc_b * rescale[:, None], input_precision="ieee")
+        if KIND > INT8_FLOAT:
+            acc_c = tl.dot(weights, c, acc_c * rescale[:, None], input_precision="ieee")
+            acc_d = tl.dot(odd_weights, d, acc_d * rescale[:, None], input_precision="ieee")
         if KIND == HIDDEN_ZERO or KIND == PAIRED_ZERO:  # noqa: SIM109 (the compiler has no `in`)
             zero = zero * rescale + tl.sum(weights.to(tl.float32) * v_zero[None, :], 1)
-    return State(acc, acc_odd, zero, zero_odd, row_max, row_sum)
+    return State(acc_a, acc_b, acc_c, acc_d, zero, zero_odd, row_max, row_sum)
+
+
+@triton.jit
+def normalized(state, GEOMETRY: tl.constexpr, VARIANT: tl.constexpr):
+    """[R, PADDED_DIM]: the weighted means of values, all dimensions in order."""
+    PADDED_DIM: tl.constexpr = GEOMETRY.padded_dim
+    ROWS: tl.constexpr = VARIANT.rows
+    a, b, c, d, zero, odd_zero, _, row_sum = state
+    if VARIANT.kind != PAIRED_ZERO:
+        odd_zero = zero
+    norm = 1.0 / (tl.where(row_sum == 0.0, 1.0, row_sum) * WEIGHT_SCALE)
+    a, b = (a - zero[:, None]) * norm[:, None], (b - odd_zero[:, None]) * norm[:, None]
+    if VARIANT.kind > INT8_FLOAT:
+        c, d = (c - zero[:, None]) * norm[:, None], (d - odd_zero[:, None]) * norm[:, None]
+        a, b = tl.join(a, c), tl.join(b, d)
+    return tl.reshape(tl.join(a, b), [ROWS, PADDED_DIM])
 
 
 @triton.jit(do_not_specialize=["num_seqs", "num_tokens", "table_stride", "splits"])
@@ -305,20 +259,28 @@ def _attend_packed(
     tokens = (start + ahead + rows // GROUP).to(tl.int64)
     table = batch.block_table + seq.to(tl.int64) * table_stride
 
+    CODES: tl.constexpr = 2 if VARIANT.kind <= INT8_FLOAT else 4
     dims = tl.arange(0, PADDED)
     row_ok = live[:, None] & (dims < ELEMENTS)[None, :]
-    q_place = q + tokens[:, None] * q_stride + heads[:, None] * HEAD_DIM + dims[None, :] * 2
-    q_even = tl.load(q_place, mask=row_ok, other=0.0).to(COMPUTE)
-    q_odd = tl.load(q_place + 1, mask=row_ok, other=0.0).to(COMPUTE)
-    q_sum, q_odd_sum = tl.sum(q_even.to(tl.float32), 1), tl.sum(q_odd.to(tl.float32), 1)
+    q_place = q + tokens[:, None] * q_stride + heads[:, None] * HEAD_DIM + dims[None, :] * CODES
+    q_a = tl.load(q_place, mask=row_ok, other=0.0).to(COMPUTE)
+    q_b = tl.load(q_place + 1, mask=row_ok, other=0.0).to(COMPUTE)
+    q_c, q_d = q_a, q_b
+    even_sum, odd_sum = tl.sum(q_a.to(tl.float32), 1), tl.sum(q_b.to(tl.float32), 1)
+    none = tl.zeros([ROWS], dtype=tl.float32)
     acc = tl.zeros([ROWS, PADDED], dtype=tl.float32)
-    acc_odd = tl.zeros([ROWS, PADDED], dtype=tl.float32)
+    acc_c, acc_d = none, none
+    if CODES == 4:
+        q_c = tl.load(q_place + 2, mask=row_ok, other=0.0).to(COMPUTE)
+        q_d = tl.load(q_place + 3, mask=row_ok, other=0.0).to(COMPUTE)
+        even_sum += tl.sum(q_c.to(tl.float32), 1)
+        odd_sum += tl.sum(q_d.to(tl.float32), 1)
+        acc_c, acc_d = acc, acc
+    queries = Queries(q_a, q_b, q_c, q_d, even_sum, odd_sum)
     k_codes, v_codes = pages.k_codes + kv_head * pages.head_codes, pages.v_codes + kv_head * pages.head_codes
     k_numbers = pages.k_numbers + kv_head * pages.head_numbers + VARIANT.first_number
     v_numbers = pages.v_numbers + kv_head * pages.head_numbers + VARIANT.first_number
     row_max = tl.full([ROWS], float("-inf"), dtype=tl.float32)
-    row_sum = tl.zeros([ROWS], dtype=tl.float32)
-    zero, zero_odd = tl.zeros([ROWS], dtype=tl.float32), tl.zeros([ROWS], dtype=tl.float32)
     first_tile, past_tile = low // KEYS, tl.cdiv(end, KEYS)
     tiles = past_tile - first_tile
     share = tiles
@@ -331,41 +293,34 @@ def _attend_packed(
     first_tile += split * share
     past_tile = tl.minimum(past_tile, first_tile + share)
     past_whole = first_tile
-    state = State(acc, acc_odd, zero, zero_odd, row_max, row_sum)
+    state = State(acc, acc, acc_c, acc_d, none, none, row_max, none)
     if not WINDOW:
         past_whole = tl.maximum(tl.minimum((known + 1) // KEYS, past_tile), first_tile)
         state = walk_packed(
-            state, q_even, q_odd, q_sum, q_odd_sum, table, pages, k_codes, k_numbers, v_codes, v_numbers, first_tile,
-            past_whole, low, end, positions, scale, cap, GEOMETRY, VARIANT, False,
+            state, queries, table, pages, k_codes, k_numbers, v_codes, v_numbers, first_tile, past_whole, low, end,
+            positions, scale, cap, GEOMETRY, VARIANT, False,
         )  # fmt: skip
     state = walk_packed(
-        state, q_even, q_odd, q_sum, q_odd_sum, table, pages, k_codes, k_numbers, v_codes, v_numbers, past_whole,
-        past_tile, low, end, positions, scale, cap, GEOMETRY, VARIANT, True,
+        state, queries, table, pages, k_codes, k_numbers, v_codes, v_numbers, past_whole, past_tile, low, end,
+        positions, scale, cap, GEOMETRY, VARIANT, True,
     )  # fmt: skip
 
-    acc, acc_odd, zero, zero_odd, row_max, row_sum = state
-    norm = 1.0 / (tl.where(row_sum == 0.0, 1.0, row_sum) * WEIGHT_SCALE)
-    acc = (acc - zero[:, None]) * norm[:, None]
-    acc_odd = (acc_odd - (zero_odd if VARIANT.kind == PAIRED_ZERO else zero)[:, None]) * norm[:, None]
+    whole = normalized(state, GEOMETRY, VARIANT)
     every = tl.arange(0, PADDED_DIM)
+    whole_ok = live[:, None] & (every < HEAD_DIM)[None, :]
     if not VARIANT.split:
-        out_row = out + tokens[:, None] * out_stride + heads[:, None] * HEAD_DIM
         if VARIANT.rotated:
-            whole = tl.reshape(tl.join(acc, acc_odd), [ROWS, PADDED_DIM])
             whole = tl.where((every < HEAD_DIM)[None, :], whole, 0.0)
             whole = rotate_rows(whole, pages.rotation, HEAD_DIM, PADDED_DIM, ROTATION_DTYPE, True)
-            ok = live[:, None] & (every < HEAD_DIM)[None, :]
-            tl.store(out_row + every[None, :], whole.to(out.dtype.element_ty), mask=ok)
-        else:
-            tl.store(out_row + dims[None, :] * 2, acc.to(out.dtype.element_ty), mask=row_ok)
-            tl.store(out_row + dims[None, :] * 2 + 1, acc_odd.to(out.dtype.element_ty), mask=row_ok)
+        place = out + tokens[:, None] * out_stride + heads[:, None] * HEAD_DIM + every[None, :]
+        tl.store(place, whole.to(out.dtype.element_ty), mask=whole_ok)
     else:
-        log = tl.where(row_sum == 0.0, float("-inf"), row_max + tl.log2(row_sum))
+        row_sum = state.row_sum
+        log = tl.where(row_sum == 0.0, float("-inf"), state.row_max + tl.log2(row_sum))
         line = (split.to(tl.int64) * num_tokens + tokens) * HEADS + heads
         tl.store(partials.logs + line, log, mask=live)
-        filled = row_ok & (row_sum > 0.0)[:, None]
-        tl.store(partials.outputs + line[:, None] * HEAD_DIM + dims[None, :] * 2, acc, mask=filled)
-        tl.store(partials.outputs + line[:, None] * HEAD_DIM + dims[None, :] * 2 + 1, acc_odd, mask=filled)
+        filled = whole_ok & (row_sum > 0.0)[:, None]
+        tl.store(partials.outputs + line[:, None] * HEAD_DIM + every[None, :], whole, mask=filled)
         counter = partials.counters + seq * tl.num_programs(1) + tl.program_id(1)
         if arrive_last(counter, splits):
             tl.store(counter, 0)

@@ -1,6 +1,7 @@
 """Queries, keys and values on their way to quantized pages, in one pass: norms, rotary positions, rotation, rounding.
 
 Where rows lie rotated (PackedRows.turn) queries are rotated too: attention over the pages needs both in one basis.
+Conditioned keys (KeyTransform) are centered and scaled before that, and queries divided by the scale.
 The rounding is that of the torch twins in model/kvstore, row by row; a row with a NaN or an infinity gets a NaN for
 its scale. A negative slot is not written (padding rows of a captured step).
 """
@@ -91,6 +92,8 @@ class Pages(NamedTuple):
     levels: Tensor | None  # of a codebook: see PackedRows
     bounds: Tensor | None
     gains: Tensor | None
+    center: Tensor | None  # float32 [kv_heads, head_dim], of keys: see KeyTransform
+    scale: Tensor | None
     page_bytes: int  # strides
     head_bytes: int
     page_numbers: int
@@ -123,6 +126,17 @@ class Variant(NamedTuple):
     num_gains: int
     rotation_dtype: Any
     pdl: bool
+
+
+@triton.jit
+def condition(values, heads, dims, ok, pages, Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HD: tl.constexpr):
+    """Keys less their center and times the scale of their head, queries divided by it, values as they are."""
+    is_query, is_value = heads < Q_HEADS, heads >= Q_HEADS + KV_HEADS
+    kv_head = tl.where(is_query, heads // (Q_HEADS // KV_HEADS), heads - Q_HEADS)
+    place = kv_head[:, None] * HD + dims[None, :]
+    scale = tl.load(pages.scale + place, mask=ok & ~is_value[:, None], other=1.0)
+    center = tl.load(pages.center + place, mask=ok & ~(is_query | is_value)[:, None], other=0.0)
+    return tl.where(is_query[:, None], values / scale, (values - center) * scale)
 
 
 @triton.jit
@@ -168,6 +182,8 @@ def _rotate_store_packed(x, q_out, pages, rotary, x_stride, q_stride, VARIANT: t
     c = tl.load(rotary.cos + position * HALF + pair, mask=dims < HD, other=0.0)[None, :]
     s = tl.load(rotary.sin + position * HALF + pair, mask=dims < HD, other=0.0)[None, :] * sign[None, :]
     values = tl.where(ok, tl.where(is_value[:, None], own, own * c + partner * s), 0.0)
+    if pages.center is not None:
+        values = condition(values, heads, dims, ok, pages, Q_HEADS, KV_HEADS, HD)
     if pages.rotation is not None:
         values = rotate_rows(values, pages.rotation, HD, PADDED_DIM, ROTATION_DTYPE, False)
     q_ok = ok & is_query[:, None]
@@ -239,7 +255,8 @@ def rope_store_packed(
     k_numbers, v_numbers = pages.numbers
     q_norm, k_norm = norms or (None, None)
     strides = (pages.k.stride(0), pages.k.stride(1), k_numbers.stride(0), k_numbers.stride(1))
-    tensors = (pages.k, k_numbers, pages.v, v_numbers, rows.turn, rows.levels, rows.bounds, rows.gains)
+    keys = (None, None) if pages.keys is None else (pages.keys.center, pages.keys.scale)
+    tensors = (pages.k, k_numbers, pages.v, v_numbers, rows.turn, rows.levels, rows.bounds, rows.gains, *keys)
     variant = Variant(
         q_heads=q_heads,
         kv_heads=kv_heads,
