@@ -24,6 +24,7 @@ _SLOW_FILES = [
     "inspect",
     "host_experts",
     "recurrent",
+    "simulated_drafts",
 ]
 
 
