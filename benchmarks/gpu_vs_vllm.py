@@ -7,8 +7,10 @@ The shape is that of any config.json (default: Llama-3.1-8B's; `int4` is groups 
 GPTQ file of the same), the workloads are those of gpu_workloads.py. A line of JSON per workload as it is measured (also
 appended to `--out`), a table at the end. `--vllm` runs peers/vllm_bench.py before each variant; the table then has
 ratios. Each engine and variant has a process of its own, which imports its packages while the one before is measured
-and touches the GPU only when that one has ended. Ours answers a request first ("start to first token") and then
-captures all kinds of steps ("warm up"), as a server does when idle; vLLM captures before it is ready.
+and touches the GPU only when that one has ended. With the workload `features` there is a made-up tokenizer, for its
+grammars (vLLM: its default backend); only ours then makes text of what comes out. Ours answers a request first ("start
+to first token") and then captures all kinds of steps ("warm up"), as a server does when idle; vLLM captures before it
+is ready.
 """
 
 from __future__ import annotations
@@ -29,7 +31,9 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.gpu_workloads import NAMES, Workloads, report
+from benchmarks.made_up_tokenizer import write_tokenizer
 from tokenmill import LLM, SamplingParams
+from tokenmill.types import StructuredSpec
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -105,7 +109,7 @@ def measure(variant: str, model: Path, names: list[str], sizes: dict[str, int]) 
         def generate(
             prompts: list[list[int]], lengths: list[int], features: Sequence[dict[str, Any]] | None = None
         ) -> float:
-            rows = zip(lengths, features or [{}] * len(lengths), strict=True)
+            rows = zip(lengths, map(own_parameters, features or [{}] * len(lengths)), strict=True)
             params = [SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=n, **more) for n, more in rows]
             start = time.perf_counter()
             outputs = llm.generate(prompts, params)
@@ -121,6 +125,12 @@ def measure(variant: str, model: Path, names: list[str], sizes: dict[str, int]) 
             workloads.run([name for name in HEAVY if name in names])
         executor: Any = llm.parts.runtime.executor
         report("queued steps dropped", count=float(getattr(executor, "num_dropped", 0)))
+
+
+def own_parameters(features: dict[str, Any]) -> dict[str, Any]:
+    if "structured" not in features:
+        return features
+    return features | {"structured": StructuredSpec(*features["structured"])}
 
 
 def make_codes_alike(llm: LLM) -> None:
@@ -231,6 +241,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         plain = write_model(Path(folder) / "plain", config)
         int4 = write_model(Path(folder) / "int4", config, quantization_config=VLLM_INT4)
+        if "features" in arguments.workloads.split(","):  # some of which are grammars
+            for model in (plain, int4):
+                write_tokenizer(model, config)
         more = ["--workloads", arguments.workloads, "--steps", str(arguments.steps)]
         jobs = []
         for variant in arguments.variants.split(","):

@@ -48,6 +48,16 @@ def spread_routes(model: Any) -> None:
             parameter.data.normal_(std=parameter.shape[-1] ** -0.5)
 
 
+def own_parameters(features: dict[str, Any]) -> dict[str, Any]:
+    if "structured" not in features:
+        return features
+    from vllm.sampling_params import StructuredOutputsParams
+
+    kind, text = features["structured"]
+    others = {name: value for name, value in features.items() if name != "structured"}
+    return others | {"structured_outputs": StructuredOutputsParams(**{{"json_schema": "json"}.get(kind, kind): text})}
+
+
 class Engine:
     """One vLLM engine and the `generate` that the workloads call."""
 
@@ -61,7 +71,8 @@ class Engine:
         options: dict[str, Any] = {
             "model": str(arguments.model),
             "load_format": "dummy",
-            "skip_tokenizer_init": True,
+            # Needed for grammars only.
+            "skip_tokenizer_init": not (arguments.model / "tokenizer.json").exists(),
             "max_model_len": arguments.context,
             "max_num_seqs": arguments.concurrency,
             "enable_prefix_caching": True,
@@ -81,7 +92,7 @@ class Engine:
     ) -> float:
         params = [
             self._make_params(temperature=0.6, ignore_eos=True, max_tokens=length, detokenize=False, **more)
-            for length, more in zip(lengths, features or [{}] * len(lengths), strict=True)
+            for length, more in zip(lengths, map(own_parameters, features or [{}] * len(lengths)), strict=True)
         ]
         inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
         began = time.perf_counter()

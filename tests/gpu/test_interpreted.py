@@ -15,8 +15,17 @@ _ROOT = Path(__file__).parents[2]
 
 
 # On a GPU all of them run in seconds; interpreted, those marked slow take half of the time of all GPU tests.
-_FILES = ["executors", "kv_memory", "adapters"]
-_SLOW_FILES = ["speculation", "encoders", "packed_pages", "draft_heads", "inspect", "host_experts", "recurrent"]
+_FILES = ["executors", "kv_memory", "adapters", "drawn_steps"]
+_SLOW_FILES = [
+    "speculation",
+    "encoders",
+    "packed_pages",
+    "draft_heads",
+    "inspect",
+    "host_experts",
+    "recurrent",
+    "simulated_drafts",
+]
 
 
 @pytest.mark.parametrize(

@@ -158,9 +158,9 @@ class StepOutput(Generic[Array]):
 
     logits: Callable[[int, int], Array]  # rows [begin, end), float32
     hidden: Callable[[Sequence[int]], Array]  # a copy of the states of these tokens of the step, before the final norm
-    # The token chosen at each logit row by the executor itself; None where the requests need more than it can do: then
-    # the caller chooses from the logits, with the executor's sampler.
-    tokens: list[int] | None = None
+    # The token chosen at each logit row by the executor itself (None in it: no token is possible); None where the
+    # requests need more than it can do: then the caller chooses from the logits, with the executor's sampler.
+    tokens: Sequence[int | None] | None = None
     logprobs: list[TokenLogprobs | None] | None = None  # with `tokens`: of the rows that asked for them
     runs: list[list[int]] | None = None  # by row, where max_run > 1 was used: greedy tokens, each from the one before
     guesses: list[list[int]] | None = None  # by token of the step: what a draft head inside the step expects to follow
@@ -199,6 +199,10 @@ class TokenSampler(Protocol[ArrayIn]):
 
     def allowed(self, request: Request, token_ids: Sequence[int]) -> int:
         """How many of these tokens could follow the request's own, one after the other."""
+        ...
+
+    def prepare_grammars(self, requests: Sequence[Request]) -> None:
+        """Told of the requests that `grammar_progress` will be asked for."""
         ...
 
     def grammar_progress(self, request: Request) -> GrammarProgress | None:

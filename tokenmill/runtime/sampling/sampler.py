@@ -75,6 +75,12 @@ class Sampler:
                 count = feature.allowed(request, token_ids[:count])
         return count
 
+    def prepare_grammars(self, requests: Sequence[Request]) -> None:
+        """Compute the masks after the tokens that these have, where threads can share that."""
+        for feature in self._logit_features:
+            if isinstance(feature, Grammar):
+                feature.prepare(requests, [()] * len(requests))
+
     def grammar_progress(self, request: Request) -> GrammarProgress | None:
         """How far its output is in its grammar; None if it has none."""
         features = [each for each in self._logit_features if isinstance(each, Grammar)]

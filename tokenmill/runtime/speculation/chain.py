@@ -43,9 +43,12 @@ class ChainDrafting:
         while unfinished:
             logits = self._logits([self._row(rows[n], starts[n], drafts[n]) for n in unfinished], unfinished, drafts)
             remaining = []
+            best = self._best(logits, [rows[number].request for number in unfinished])
             for logit_row, number in enumerate(unfinished):
                 request, draft = rows[number].request, drafts[number]
-                token_id, chance = self._choose(logits[logit_row], request, draft.token_ids, distributions[number])
+                values, drawn = logits[logit_row], distributions[number]
+                own = best[logit_row] if best is not None else self._choose(values, request, draft.token_ids, drawn)
+                token_id, chance = own
                 if token_id is None:
                     continue
                 draft.token_ids.append(token_id)
@@ -74,6 +77,14 @@ class ChainDrafting:
         output = self._executor.step(work)
         first = sum(map(num_prompt_logits, rows))  # skips the rows of prompt log-probabilities
         return output.logits(first, first + len(rows))[:, : self._vocab_size]
+
+    def _best(self, logits: Tensor, requests: list[Request]) -> list[tuple[int, float]] | None:
+        """What `_choose` would find, of all rows at once; None where one needs more than the largest logit."""
+        if not all(request.params.greedy for request in requests) or not self._sampler.is_plain(requests):
+            return None
+        largest, ids = logits.max(-1)
+        chances = (largest - logits.logsumexp(-1)).exp()
+        return list(zip(ids.tolist(), chances.tolist(), strict=True))
 
     def _choose(
         self, logits: Tensor, request: Request, drafted: list[int], drawn: list[Tensor]

@@ -30,6 +30,7 @@ class Decision:
 @dataclass(slots=True)
 class _Size:
     decision: Decision
+    rows: int = 1
     window: int = _FIRST_WINDOW
     gap: int = _MIN_GAP
     shut_for: int = 0  # steps
@@ -40,7 +41,8 @@ class _Size:
 
 class DraftGate:
     def __init__(self, drafter: str, min_gain: float = MIN_GAIN) -> None:
-        """`min_gain`: of the time, that drafting must win for the gate to stay open."""
+        """`min_gain`: of the time, that drafting must win for the gate to stay open. A loss that is allowed is that of
+        one sequence: among many some always have drafts, so that there is less to wait for."""
         self._drafter = drafter
         self._min_gain = min_gain
         self._sizes: dict[int, _Size] = {}
@@ -70,7 +72,7 @@ class DraftGate:
     def _decide(self, size: _Size) -> None:
         decision = size.decision
         decision.gain = size.gained / size.seconds if size.seconds > 0 else 0.0
-        decision.is_open = decision.gain >= self._min_gain
+        decision.is_open = decision.gain >= (self._min_gain if self._min_gain > 0 else self._min_gain / size.rows)
         if decision.is_open:
             size.window, size.gap = _WINDOW, _MIN_GAP
             decision.reason = "measured to pay"
@@ -86,5 +88,6 @@ class DraftGate:
         key = max(0, num_rows - 1).bit_length()
         if key not in self._sizes:
             low, high = (1 << key - 1) + 1 if key else 1, 1 << key
-            self._sizes[key] = _Size(Decision(self._drafter, f"{low}-{high}" if low < high else f"{high}"))
+            name = f"{low}-{high}" if low < high else f"{high}"
+            self._sizes[key] = _Size(Decision(self._drafter, name), high)
         return self._sizes[key]

@@ -33,6 +33,9 @@ _MAX_DRAFT_TOKENS = 64
 _ANY_RUN = 1 << 30
 _SURE = 0.6  # chance of a grammar's draft up to which it is always verified: it pays where a token more costs 0.4 steps
 _MAX_GRAMMAR_LOSS = -0.15  # of the time: long texts inside an output have no drafts, but what follows them has
+# Tokens of each sequence that a step with grammars' drafts must promise where the next step is otherwise queued behind
+# each: a step with drafts is not, and the device waits for the host.
+_WORTH_WAITING = 0.25
 _AUTOMATIC = "suffix"  # the drafter of `auto`: of those that need no model the one that was measured to gain most
 _UNSETTLED_STEPS = 2  # not timed, after a change between drafts and none: no step was queued ahead of them
 
@@ -48,7 +51,7 @@ def build_speculator(target: Target) -> Speculator | None:
     sampler = target.executor.sampler
     grammars = GrammarDrafter(sampler) if config.jump_forward else None
     gate = DraftGate(_AUTOMATIC) if config.speculate == "auto" else None
-    return Speculator(drafter, sampler, grammars=grammars, gate=gate)
+    return Speculator(drafter, sampler, grammars=grammars, gate=gate, queues=target.executor.lookahead > 0)
 
 
 def _build_drafter(target: Target) -> Drafter:
@@ -79,8 +82,10 @@ class Speculator:
         clock: Callable[[], float] = time.perf_counter,
         grammars: GrammarDrafter | None = None,
         gate: DraftGate | None = None,
+        queues: bool = False,
     ) -> None:
-        """`gate`: decides by measured gain whether the drafter is asked at all."""
+        """`gate`: decides by measured gain whether the drafter is asked at all. `queues`: steps without drafts are
+        queued behind each other."""
         self.drafter = drafter
         self.grammars = grammars
         self.gate = gate
@@ -90,6 +95,7 @@ class Speculator:
         self._from_grammar: set[int] = set()  # rows of this step whose draft is a grammar's
         self._grammar_seconds: float | None = None  # that they took to draft; None: they were not asked
         self._sampler = sampler
+        self._queues = queues
         self._clock = clock
         self._ended = 0.0  # clock at the end of the last step
         self._began = 0.0  # clock at the start of this step, after drafting
@@ -220,6 +226,9 @@ class Speculator:
             if length:
                 draft.cut(length)
                 proposed[number] = draft
+        promised = sum(map(_promise, proposed.values()))
+        if self._queues and not self._asks_drafter and promised < _WORTH_WAITING * len(rows):
+            return {}
         return proposed
 
     def _ask_drafter(self, rows: Sequence[ScheduledTokens], limits: list[int], num_tokens: int) -> list[Draft]:
@@ -241,6 +250,7 @@ class Speculator:
         if self.grammars is None or not guided or not self._grammar_gate.lets_through(len(rows)):
             return
         started = self._clock()
+        self._sampler.prepare_grammars([rows[numbers[place]].request for place in guided])
         for place in guided:
             row = rows[numbers[place]]
             draft = self.grammars.draft(row.request, row.num_draft_slots)

@@ -61,3 +61,10 @@ def test_decisions_are_told() -> None:
     gate.on_decision = lambda: told.append(gate.decisions[0].is_open)
     _drive(gate, 4, 32, -0.2)
     assert told == [False]
+
+
+def test_a_loss_that_is_allowed_is_that_of_one_sequence() -> None:
+    gate = DraftGate("grammar", -0.15)
+    for rows in (1, 64):
+        assert _drive(gate, rows, 32, -0.05) == 32
+    assert [decision.is_open for decision in gate.decisions] == [True, False]

@@ -1,12 +1,13 @@
 """Records of decode steps on a GPU: what fixes the launches of one, what was captured of it, what was launched.
 
-And the batch sizes that steps are padded to. Knows no model. Used by the graph executor.
+And the batch sizes that steps are padded to, and how a step is captured. Knows no model. Used by the graph executor.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -61,6 +62,7 @@ class LaunchedStep:
     drafts: Tensor | None = None  # [rows, depth], pinned, valid with `ids`
     reports: RowReports | None = None  # log-probabilities, valid with `ids`
     adapter_slots: list[int] = field(default_factory=list)  # by row
+    held: bool = False  # its rows' tokens are drawn behind it, by the sampler: `ids` are not theirs
     expected: Expected = field(default_factory=list)  # of a queued verification: the rows it was launched for
 
     def find(self, rows: Sequence[ScheduledTokens], page_size: int) -> list[int] | None:
@@ -82,8 +84,38 @@ class LaunchedStep:
         return ids
 
 
+def continuing(
+    rows: Sequence[ScheduledTokens], sources: Sequence[int], page_size: int, context: int
+) -> list[tuple[ScheduledTokens, int]]:
+    """The rows that the step after this one will have, with their sources; none if that cannot be told."""
+    found = []
+    for row, source in zip(rows, sources, strict=True):
+        request, position = row.request, row.start + 1
+        if request.num_output_tokens + 1 >= request.params.max_tokens or position + 1 >= context:
+            continue
+        if position // page_size >= len(row.block_tables[0]):
+            return []
+        if request.params.n > 1 and not request.forked:
+            return []  # its siblings join in the next step
+        found.append((row, source))
+    return found
+
+
 def buckets(max_rows: int) -> list[int]:
     """Batch sizes that steps are padded to; the last holds `max_rows`."""
     large = range(SMALL_BUCKETS[-1] + _BUCKET_STEP, max_rows + _BUCKET_STEP, _BUCKET_STEP)
     sizes = [*SMALL_BUCKETS, *large]
     return sizes[: next((n for n, size in enumerate(sizes) if size >= max_rows), len(sizes) - 1) + 1]
+
+
+def record(step: Callable[[], None], stream: torch.cuda.Stream, pool: Any) -> torch.cuda.CUDAGraph:
+    """Capture what `step` launches, and run it."""
+    graph = torch.cuda.CUDAGraph()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+        step()
+        graph.capture_end()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph.replay()
+    return graph

@@ -1,17 +1,19 @@
 """The fast executor on a GPU: a decode step, sampling included, is one CUDA graph per bucket of batch sizes.
 
 A graph is captured at the second step of its kind, so that no first answer waits, or earlier in idle moments. While a
-step runs, the next one of the same rows is already queued behind it and reads the sampled tokens on the device. If the
-scheduler plans something else, the queued step is dropped: its KV writes are overwritten before they are read, because
-one stream orders all steps; recurrent states go to spare places (queued_states.py). Drafts are verified as additional
-rows of such a step, one per position (those of recurrent models eagerly); with a draft head (`attach_drafter`) the step
-also computes the next drafts, and the next verification is queued in the same way (checks.py). Steps with short prompts
-are graphs of their own (prompts.py), longer ones run eagerly. Tokens are those of cuda_eager, up to the order of sums.
+step runs, the next one of the same rows is already queued behind it and reads the sampled tokens on the device (what
+needs the host, as grammars do, is computed meanwhile and drawn with in between). If the scheduler plans something else,
+the queued step is dropped: its KV writes are overwritten before they are read, because one stream orders all steps;
+recurrent states go to spare places (queued_states.py). Drafts are verified as additional rows of such a step, one per
+position (those of recurrent models eagerly); with a draft head (`attach_drafter`) the step also computes the next
+drafts, and the next verification is queued in the same way (checks.py). Steps with short prompts are graphs of their
+own (prompts.py), longer ones run eagerly. Tokens are those of cuda_eager, up to the order of sums.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -31,7 +33,9 @@ from tokenmill.runtime.executors.cuda.decode_records import (
     LaunchedStep,
     StepKind,
     buckets,
+    continuing,
     decode_kinds,
+    record,
 )
 from tokenmill.runtime.executors.cuda.eager import CudaEagerExecutor
 from tokenmill.runtime.executors.cuda.inputs import DecodeInputs
@@ -44,6 +48,7 @@ from tokenmill.runtime.executors.cuda.values import tensor
 from tokenmill.types import Batch, Request, ScheduledTokens
 
 _log = get_logger(__name__)
+_CALM_STEPS = 4  # without drafts, after which a step whose tokens the sampler draws is followed by a queued one
 
 
 class CudaGraphExecutor(CudaEagerExecutor):
@@ -57,9 +62,9 @@ class CudaGraphExecutor(CudaEagerExecutor):
         self._context = config.context or model.decoder.description.context_length
         self._inputs = DecodeInputs(store.layout, self._buckets[-1], self._context, model.device)
         assert isinstance(self.sampler, CudaSampler)
-        self._draws_in_step, counts = self.sampler.draws_in_step, self.sampler.token_counts
+        self._draws_in_step, self._draw_rows = self.sampler.draws_in_step, self.sampler.draw_rows
         vocab = model.decoder.description.vocab_size
-        self._features = StepFeatures(model.device, self._buckets[-1], vocab, counts)
+        self._features = StepFeatures(model.device, self._buckets[-1], vocab, self.sampler.token_counts)
         self._graphs: dict[StepKind, CapturedStep] = {}
         self._captures = model.device.type == "cuda"
         self._prompts: PromptSteps | None = None
@@ -73,6 +78,7 @@ class CudaGraphExecutor(CudaEagerExecutor):
         self._keeps_hidden = False
         self._replaced = False  # a row's adapter has whole matrices, which captured steps do not multiply by
         self.num_dropped = 0  # queued steps whose results were discarded
+        self._calm_steps = _CALM_STEPS  # since drafts were checked, of those that the sampler draws behind
         self._guesser: StepGuesser | None = None
         self._checks: Checks | None = None
         self._states = QueuedStates(store.states) if store.layout.states else None
@@ -108,8 +114,8 @@ class CudaGraphExecutor(CudaEagerExecutor):
 
     @torch.inference_mode()
     def step(self, work: StepInput) -> StepOutput[Tensor]:
-        adapters = self.adapters
-        self._replaced = adapters is not None and any(adapters.replaces(row.adapter_slot) for row in work.rows)
+        bank = self.adapters
+        self._replaced = bank is not None and any(bank.replaces(row.adapter_slot) for row in work.rows)
         if not self._replaced and len(work.rows) <= self._buckets[-1] and work.decodes:
             if not work.drafts and (work.queue_next or self._states is not None):
                 return self._decode(work.rows, work.queue_next)
@@ -122,15 +128,15 @@ class CudaGraphExecutor(CudaEagerExecutor):
         """One token of each row. Queues the step that will probably be planned next."""
         step, row_numbers = self._queued, self._rows_in_queued(rows)
         self._queued = None
-        in_step = self._draws_in_step([row.request for row in rows])
-        order = self._inputs.longest_first(rows) if in_step else range(len(rows))
+        in_step = self._draws_in_step([row.request for row in rows]) and not (step and row_numbers and step.held)
+        order = self._inputs.longest_first(rows)
         if step is None or row_numbers is None:
             step = self._launch_rows([rows[number] for number in order], in_step)
             row_numbers = [0] * len(rows)
             for row, number in enumerate(order):
                 row_numbers[number] = row
-        if not in_step:  # nobody waits: the sampler finds out what features change while the device computes
-            return self._output(step, None, row_numbers)
+        if not in_step:
+            return self._draw(step, rows, row_numbers, order if queue_next else [])
         if queue_next:
             sources = [row_numbers[number] for number in order]
             self._queued = self._launch_next([rows[number] for number in order], sources)
@@ -139,10 +145,26 @@ class CudaGraphExecutor(CudaEagerExecutor):
         output.logprobs = None if step.reports is None else step.reports.records(row_numbers)
         return output
 
+    def _draw(
+        self, step: LaunchedStep, rows: Sequence[ScheduledTokens], row_numbers: list[int], order: Sequence[int]
+    ) -> StepOutput[Tensor]:
+        """Draw behind a step that does not have the features of its rows: what they change is found out while the
+        device computes it, and the step after is queued behind the draw. `order`: of its rows; none: not queued."""
+        self._calm_steps += 1
+        draw = self._draw_rows(self._logits, row_numbers, [row.request for row in rows], self.max_logit_rows)
+        if order and self._calm_steps >= _CALM_STEPS and not draw.waits:
+            self._inputs.sampled[: len(rows)] = draw.ids
+            self._queued = self._launch_next([rows[number] for number in order], list(order))
+        tokens, logprobs = draw.finish()
+        if draw.redrawn:
+            self._drop()
+        return replace(self._output(step, tokens, row_numbers), logprobs=logprobs)
+
     def _check(self, work: StepInput, positions: list[Position]) -> StepOutput[Tensor]:
         """Several positions of a sequence as rows of one decode step: the keys of all rows are stored before any row
         attends, so each position sees those before it."""
         requests = [position.request for position in positions]
+        self._calm_steps = 0
         if self._checks is not None and work.drafts:
             step, sampled, guesses = self._check_and_guess(self._checks, positions, requests)
         else:
@@ -155,7 +177,7 @@ class CudaGraphExecutor(CudaEagerExecutor):
         return output
 
     def _output(
-        self, step: LaunchedStep, tokens: list[int] | None, row_numbers: list[int] | None = None
+        self, step: LaunchedStep, tokens: Sequence[int | None] | None, row_numbers: list[int] | None = None
     ) -> StepOutput[Tensor]:
         """`row_numbers`: the row in `step` of each planned row; None: the same order. Logits are valid only if no step
         was queued behind this one, which is the case where `tokens` is None."""
@@ -195,13 +217,12 @@ class CudaGraphExecutor(CudaEagerExecutor):
         self._drop()
         self._features.begin([], [])
         kind = self._unprepared.pop()
-        if isinstance(kind, PromptKind):
-            assert self._prompts is not None
+        if isinstance(kind, PromptKind) and self._prompts is not None:
             if kind == self._prompts.inputs.long_kind():  # compiles the kernels that only long prompts use
                 super().forward(self._prompts.inputs.example(kind))
             else:
                 self._prompts.prepare(kind)
-        else:
+        elif isinstance(kind, StepKind):
             if kind not in self._graphs:
                 self._inputs.clear()
                 self._graphs[kind] = CapturedStep(None, *self._step(kind))
@@ -214,11 +235,8 @@ class CudaGraphExecutor(CudaEagerExecutor):
     def _kinds(self) -> list[StepKind | PromptKind]:
         """Kinds to prepare, the likeliest last."""
         decodes = decode_kinds(self._buckets, self._inputs.can_share)
-        if self._prompts is None:
-            return [*decodes]
-        prompts = self._prompts.inputs
-        long = [kind for kind in (prompts.long_kind(),) if kind is not None]
-        return [*long, *prompts.busy_kinds(), *decodes, *prompts.likely_kinds()]
+        prompts = None if self._prompts is None else self._prompts.inputs
+        return [*decodes] if prompts is None else [*prompts.rare_kinds(), *decodes, *prompts.likely_kinds()]
 
     def _prompt_steps(self) -> PromptSteps:
         config = self.config
@@ -278,33 +296,24 @@ class CudaGraphExecutor(CudaEagerExecutor):
 
     def _launch_next(self, rows: Sequence[ScheduledTokens], sources: list[int]) -> LaunchedStep | None:
         """Queue the step after this one for the rows that continue; None if no row does or a page is missing.
-        `sources`: the row of this step that samples each row's token."""
-        size = self.store.layout.page_size
-        continuing = []
-        for row, source in zip(rows, sources, strict=True):
-            request, position = row.request, row.start + 1
-            if request.num_output_tokens + 1 >= request.params.max_tokens or position + 1 >= self._context:
-                continue
-            if position // size >= len(row.block_tables[0]):
-                return None
-            if request.params.n > 1 and not request.forked:
-                return None  # its siblings join in the next step
-            continuing.append((row, source))
-        if not continuing:
+        `sources`: where in `DecodeInputs.sampled` each row's token will be."""
+        following = continuing(rows, sources, self.store.layout.page_size, self._context)
+        if not following:
             return None
         if self._states is not None:
-            places = self._states.queue([row.state_slot for row, _ in continuing])
+            places = self._states.queue([row.state_slot for row, _ in following])
             if places is None:
                 return None
             self._inputs.set_states(*places)
+        requests = [row.request for row, _ in following]
         return self._fill_and_launch(
-            [row.request for row, _ in continuing],
-            [row.block_tables for row, _ in continuing],
-            [0] * len(continuing),
-            [row.start + 1 for row, _ in continuing],
-            [source for _, source in continuing],
-            [row.adapter_slot for row, _ in continuing],
-            in_step=True,
+            requests,
+            [row.block_tables for row, _ in following],
+            [0] * len(following),
+            [row.start + 1 for row, _ in following],
+            [source for _, source in following],
+            [row.adapter_slot for row, _ in following],
+            self._draws_in_step(requests),
         )
 
     # --- launching and capturing ---
@@ -329,7 +338,7 @@ class CudaGraphExecutor(CudaEagerExecutor):
             inputs.set_owners(owners)
         step = self._launch(requests, guesses=owners is not None)
         step.row_of, step.positions = {request: row for row, request in enumerate(requests)}, positions
-        step.adapter_slots = adapter_slots
+        step.adapter_slots, step.held = adapter_slots, not in_step
         step.pages = [
             tuple(table[position // size] for table in row) for row, position in zip(tables, positions, strict=True)
         ]
@@ -366,16 +375,7 @@ class CudaGraphExecutor(CudaEagerExecutor):
         return CapturedStep(graph, *outputs[0])
 
     def _record(self, step: Callable[[], None]) -> torch.cuda.CUDAGraph:
-        """Capture what `step` launches, and run it."""
-        graph = torch.cuda.CUDAGraph()
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-            step()
-            graph.capture_end()
-        torch.cuda.current_stream().wait_stream(self._stream)
-        graph.replay()
-        return graph
+        return record(step, self._stream, self._pool)
 
     def _step(self, kind: StepKind) -> tuple[Tensor, Tensor | None]:
         """Inputs, forward pass, logits and sampling. Returns the logits, and the hidden states if they are kept."""

@@ -82,6 +82,11 @@ class PromptInputs:
         several = self._sequence_buckets[1:3]
         return [PromptKind(tokens, count) for count in several for tokens in self._token_buckets if tokens > count]
 
+    def rare_kinds(self) -> list[PromptKind]:
+        """To prepare after all others."""
+        long = self.long_kind()
+        return [*([] if long is None else [long]), *self.busy_kinds()]
+
     def long_kind(self) -> PromptKind | None:
         """The kind of steps too long to be captured; None if no step can be that long."""
         return PromptKind(MAX_PROMPT_TOKENS, self._sequence_buckets[0]) if self._has_long else None

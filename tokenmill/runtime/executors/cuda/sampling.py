@@ -7,7 +7,8 @@ sampler is left for features that have no such pass, and for rows that theirs le
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -56,6 +57,12 @@ class CudaSampler(Sampler):
     def sample(
         self, logits: Tensor, requests: Sequence[Request], drafted: Sequence[Sequence[int]] = ()
     ) -> tuple[list[int | None], list[TokenLogprobs | None]]:
+        return self.draw(logits, requests, drafted).finish()
+
+    @torch.inference_mode()
+    def draw(self, logits: Tensor, requests: Sequence[Request], drafted: Sequence[Sequence[int]] = ()) -> Draw:
+        """As `sample`, but the device is not waited for: other work may be launched behind the draw. Consumes the
+        logits."""
         drafted = drafted or [()] * len(requests)
         edits, left = self._plan(logits.shape[1], requests, drafted)
         wanted = [row for row, request in enumerate(requests) if request.params.logprobs is not None]
@@ -63,35 +70,43 @@ class CudaSampler(Sampler):
         raw = logits[wanted] if wanted else None
         single = {row: logits[row].clone() for row in left}
         self._edits.apply(logits, edits)
-        parameters = self._parameters(requests, [len(each) for each in drafted])
-        ids = gpu.sample(logits, parameters)
-        # Before the host waits, all it will want to know is on its way.
+        ids = gpu.sample(logits, self._parameters(requests, [len(each) for each in drafted]))
         tops = [requests[row].params.logprobs or 0 for row in wanted]
         report = None
         if raw is not None:
             rows = torch.arange(len(wanted), dtype=torch.int32, device=self._device)
             report = Report(raw, rows, ids[wanted], tops)
-        impossible = logits.gather(1, ids[:, None]).squeeze(1) == float("-inf") if _may_fail(requests) else None
-        token_ids: list[int | None] = ids.tolist()
-        if impossible is not None:
-            for row in impossible.nonzero().flatten().tolist():
-                token_ids[row] = self._preferred(edits, row, requests[row], len(drafted[row]))
-        for row, values in single.items():
-            (token_ids[row],), _ = self._sample(values[None], [requests[row]], [drafted[row]])
-        logprobs: list[TokenLogprobs | None] = [None] * len(requests)
-        if raw is not None and report is not None:
-            for number, (row, record) in enumerate(zip(wanted, report.records(), strict=True)):
-                token = token_ids[row]
-                if token is not None and token != record.token_id:  # chosen by the host
-                    record = token_logprobs(raw[number].log_softmax(-1), token, tops[number])
-                logprobs[row] = None if token is None else record
-        return token_ids, logprobs
+        impossible = torch.zeros_like(ids)
+        if any(request.params.bans_tokens for request in requests):
+            impossible = (logits.gather(1, ids[:, None]).squeeze(1) == float("-inf")).to(ids.dtype)
+        fetched = _Fetched(torch.stack([ids, impossible]))
+
+        def choose(row: int) -> int | None:
+            """What the device could not draw."""
+            if row in single:
+                return self._sample(single[row][None], [requests[row]], [drafted[row]])[0][0]
+            return self._preferred(edits, row, requests[row], len(drafted[row]))
+
+        return Draw(ids, fetched, choose, list(single), wanted, tops, raw, report)
+
+    @torch.inference_mode()
+    def draw_rows(self, logits: Tensor, rows: list[int], requests: Sequence[Request], most: int) -> Draws:
+        """For each request from its row of logits, which stay as they are; `most` rows at a time."""
+        parts = []
+        for begin in range(0, len(rows), most):
+            numbers = rows[begin : begin + most]
+            together = numbers == list(range(numbers[0], numbers[0] + len(numbers)))
+            part = logits[numbers[0] : numbers[-1] + 1] if together else logits[numbers]
+            parts.append(self.draw(part.to(torch.float32, copy=True), requests[begin : begin + most]))
+        return Draws(parts)
 
     def _plan(
         self, vocab: int, requests: Sequence[Request], drafted: Sequence[Sequence[int]]
     ) -> tuple[Edits, list[int]]:
         """What features change, and the rows that have one which cannot say."""
         edits, left = Edits(vocab), []
+        for feature in self._logit_features:
+            feature.prepare(requests, drafted)
         for row, request in enumerate(requests):
             params = request.params
             if not params.edits_logits:
@@ -129,8 +144,77 @@ class CudaSampler(Sampler):
         return pinned.to(self._device, non_blocking=True)
 
 
-def _may_fail(requests: Sequence[Request]) -> bool:
-    return any(request.params.bans_tokens for request in requests)
+class _Fetched:
+    """A small tensor on its way to the host, behind what was launched so far."""
+
+    def __init__(self, values: Tensor) -> None:
+        self._host, self._event = values, None
+        if values.device.type == "cuda":
+            self._host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+            self._host.copy_(values, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
+
+    def tolist(self) -> list[list[int]]:
+        if self._event is not None:
+            self._event.synchronize()
+        values: list[list[int]] = self._host.tolist()
+        return values
+
+
+@dataclass(slots=True, eq=False)
+class Draw:
+    """Tokens that the device is drawing."""
+
+    ids: Tensor  # int64 [R], on the device
+    fetched: _Fetched  # ids, and which of them are impossible
+    choose: Callable[[int], int | None]  # by row: what the host draws instead
+    left: list[int]  # rows with features that the device does not have: drawn by the host in any case
+    wanted: list[int]  # rows that asked for log-probabilities
+    tops: list[int]
+    raw: Tensor | None  # their logits, before all features
+    report: Report | None
+    redrawn: bool = False  # after `finish`: some tokens are not those in `ids`
+
+    @torch.inference_mode()
+    def finish(self) -> tuple[list[int | None], list[TokenLogprobs | None]]:
+        """Wait for it. The token is None for a row in which no token is possible."""
+        drawn, impossible = self.fetched.tolist()
+        token_ids: list[int | None] = list(drawn)
+        for row in {*self.left, *(row for row, fails in enumerate(impossible) if fails)}:
+            token_ids[row] = self.choose(row)
+            self.redrawn = True
+        logprobs: list[TokenLogprobs | None] = [None] * len(token_ids)
+        if self.raw is not None and self.report is not None:
+            for number, (row, record) in enumerate(zip(self.wanted, self.report.records(), strict=True)):
+                token = token_ids[row]
+                if token is not None and token != record.token_id:  # chosen by the host
+                    record = token_logprobs(self.raw[number].log_softmax(-1), token, self.tops[number])
+                logprobs[row] = None if token is None else record
+        return token_ids, logprobs
+
+
+@dataclass(slots=True, eq=False)
+class Draws:
+    """The rows of a step, as parts one after the other."""
+
+    parts: list[Draw]
+
+    @property
+    def ids(self) -> Tensor:
+        return torch.cat([part.ids for part in self.parts])
+
+    @property
+    def waits(self) -> bool:
+        return any(part.left for part in self.parts)
+
+    @property
+    def redrawn(self) -> bool:
+        return any(part.redrawn for part in self.parts)
+
+    def finish(self) -> tuple[list[int | None], list[TokenLogprobs | None]]:
+        results = [part.finish() for part in self.parts]
+        return [each for tokens, _ in results for each in tokens], [each for _, found in results for each in found]
 
 
 def cutoffs(request: Request) -> tuple[float, float, float]:

@@ -80,6 +80,10 @@ class LogitFeature(ABC):
     def edit(self, logits: Tensor, request: Request, drafted: Sequence[int]) -> None:
         """Change one request's row [vocab] in place. `drafted`: tokens assumed to follow the request's own."""
 
+    def prepare(self, _requests: Sequence[Request], _drafted: Sequence[Sequence[int]]) -> None:
+        """Told before `plan` of all rows of a step, those without this feature too: for work that threads share."""
+        return
+
     def plan(self, _edits: Edits, _row: int, _request: Request, _drafted: Sequence[int]) -> bool:
         """Enter what `edit` would change in this row; False: it cannot be said so."""
         return False
