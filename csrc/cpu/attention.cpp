@@ -87,7 +87,7 @@ AttentionRunner::Tile AttentionRunner::make_tile(int rows, int heads, int64_t di
 
 int AttentionRunner::piece_grain(int threads) const {
   const int heads = shape_.num_kv_heads;
-  return num_pieces() >= 8 * threads * heads ? heads : 1;
+  return num_pieces() >= 32 * threads * heads ? heads : 1;
 }
 
 void AttentionRunner::run(int piece, float* scratch) const {

@@ -29,11 +29,6 @@ bool all_finite(const float* x, int64_t n) {
   return largest < 0x7f800000;
 }
 
-void prefetch(const uint16_t* const* rows, int count, int64_t dim) {
-  for (int i = 0; i < count; ++i)
-    for (int64_t d = 0; d < dim; d += 32) __builtin_prefetch(rows[i] + d);
-}
-
 }  // namespace
 
 bool AttentionRunner::has_halves() const {
@@ -52,7 +47,7 @@ void AttentionRunner::attend_halves(int piece, Tile& tile) const {
   float_kernels().float_to_half(tile.q, q, tile.rows * tile.dim);
   std::memset(bad, 0, tile.rows);
   const auto in_block = [](const AttentionPlan::Item& of, int key) { return std::min(kKeyBlock, of.key_end - key); };
-  const uint16_t *k[kKeyBlock], *v[kKeyBlock];
+  const uint16_t *k[kKeyBlock], *v[kKeyBlock], **ahead;
   find_halves(pages_.k, item, kv_head, item.key_begin, in_block(item, item.key_begin), k);
   int chunk = item.key_begin;
   for (int key = item.key_begin; key < item.key_end; key += kKeyBlock) {
@@ -63,16 +58,16 @@ void AttentionRunner::attend_halves(int piece, Tile& tile) const {
     }
     const int count = in_block(item, key);
     find_halves(pages_.v, item, kv_head, key, count, v);
-    prefetch(v, count, tile.dim);
-    kernels.scores(q, tile.rows, k, (count + 3) / 4 * 4, tile.dim, scores, kKeyBlock, bad);
-    // What comes next is on its way meanwhile: pages are too short for the processor to see it coming.
+    kernels.scores(q, tile.rows, k, (count + 3) / 4 * 4, tile.dim, scores, kKeyBlock, bad, v);
+    // Pages are too short for the processor to see what comes next.
+    ahead = k;
     if (key + count < item.key_end) {
       find_halves(pages_.k, item, kv_head, key + count, in_block(item, key + count), k);
-      prefetch(k, in_block(item, key + count), tile.dim);
     } else if (piece + 1 < num_pieces()) {
       const AttentionPlan::Item& next = item_of(piece + 1);
       find_halves(pages_.k, next, head_of(piece + 1), next.key_begin, in_block(next, next.key_begin), k);
-      prefetch(k, in_block(next, next.key_begin), tile.dim);
+    } else {
+      ahead = nullptr;
     }
     if (shape_.softcap > 0) {
       const int64_t n = tile.rows * kKeyBlock;
@@ -82,26 +77,25 @@ void AttentionRunner::attend_halves(int piece, Tile& tile) const {
     }
     mask(item, key, count, tile.heads, scores, kHidden);
     soften_halves(count, scores, tile);
-    kernels.accumulate(scores, kKeyBlock, tile.rows, v, (count + 7) / 8 * 8, tile.dim, tile.out, tile.dim);
+    kernels.accumulate(scores, kKeyBlock, tile.rows, v, (count + 7) / 8 * 8, tile.dim, tile.out, tile.dim, ahead);
   }
   mend(item, kv_head, chunk, item.key_end, tile);
   end(item.folds(), tile);
 }
 
-// Where the rows of keys [key, key + count) lie; zeros where the page left the window, and up to a multiple of 8.
+// Where the rows of keys [key, key + count) lie; zeros where the page left the window, and behind them.
 void AttentionRunner::find_halves(const KVSide& side, const AttentionPlan::Item& item, int kv_head, int key, int count,
                                   const uint16_t** rows) const {
-  const int32_t* table = batch_.block_table + item.sequence * batch_.max_pages;
-  for (int at = 0; at < count;) {
-    const int offset = (key + at) % pages_.page_size;
+  const int32_t* page = batch_.block_table + item.sequence * batch_.max_pages + key / pages_.page_size;
+  int offset = key % pages_.page_size;
+  for (int at = 0; at < count; offset = 0, ++page) {
     const int length = std::min(pages_.page_size - offset, count - at);
-    const int page = table[(key + at) / pages_.page_size];
-    const uint8_t* stored = page < 0 ? nullptr : side.row(page, kv_head, offset);
+    const uint8_t* stored = *page < 0 ? nullptr : side.row(*page, kv_head, offset);
     for (int i = 0; i < length; ++i)
-      rows[at + i] = page < 0 ? kZeros : reinterpret_cast<const uint16_t*>(stored + i * side.row_stride);
+      rows[at + i] = *page < 0 ? kZeros : reinterpret_cast<const uint16_t*>(stored + i * side.row_stride);
     at += length;
   }
-  for (int at = count; at % 8 != 0; ++at) rows[at] = kZeros;
+  std::fill(rows + count, rows + kKeyBlock, kZeros);
 }
 
 // As soften, of halves.

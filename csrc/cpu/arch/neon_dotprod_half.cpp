@@ -36,12 +36,17 @@ inline float16x8_t pairs_of(const float16x8_t (&sum)[4]) {
   return vpaddq_f16(vpaddq_f16(sum[0], sum[1]), vpaddq_f16(sum[2], sum[3]));
 }
 
+constexpr int kLine = 32;  // halves that memory brings at once
+
+// ahead: null for all but the first rows.
 template <int R>
 void scores_rows(const uint16_t* q, const uint16_t* const* k, int keys, int64_t dim, uint16_t* out, int64_t ldo,
-                 uint8_t* bad) {
+                 uint8_t* bad, const uint16_t* const* ahead) {
   float16x8_t least[2] = {vdupq_n_f16(0), vdupq_n_f16(0)};
   for (int j = 0; j < keys; j += 4) {
     const uint16_t* const from[4] = {k[j], k[j + 1], k[j + 2], k[j + 3]};
+    for (int64_t d = 0; ahead != nullptr && d < dim; d += kLine)
+      for (int i = 0; i < 4; ++i) __builtin_prefetch(ahead[j + i] + d);
     float16x8_t sum[R][4];
     add_products<true>(sum, q, dim, from, 0);
     for (int64_t d = 8; d < dim; d += 8) add_products<false>(sum, q, dim, from, d);
@@ -61,17 +66,15 @@ void scores_rows(const uint16_t* q, const uint16_t* const* k, int keys, int64_t 
 }
 
 void scores(const uint16_t* q, int rows, const uint16_t* const* k, int keys, int64_t dim, uint16_t* out, int64_t ldo,
-            uint8_t* bad) {
-  int r = 0;
-  for (; r + 4 <= rows; r += 4) scores_rows<4>(q + r * dim, k, keys, dim, out + r * ldo, ldo, bad + r);
-  const uint16_t* rest = q + r * dim;
-  switch (rows - r) {
-    case 3: return scores_rows<3>(rest, k, keys, dim, out + r * ldo, ldo, bad + r);
-    case 2: return scores_rows<2>(rest, k, keys, dim, out + r * ldo, ldo, bad + r);
-    case 1: return scores_rows<1>(rest, k, keys, dim, out + r * ldo, ldo, bad + r);
+            uint8_t* bad, const uint16_t* const* ahead) {
+  for (; rows >= 4; rows -= 4, q += 4 * dim, out += 4 * ldo, bad += 4, ahead = nullptr)
+    scores_rows<4>(q, k, keys, dim, out, ldo, bad, ahead);
+  switch (rows) {
+    case 3: return scores_rows<3>(q, k, keys, dim, out, ldo, bad, ahead);
+    case 2: return scores_rows<2>(q, k, keys, dim, out, ldo, bad, ahead);
+    case 1: return scores_rows<1>(q, k, keys, dim, out, ldo, bad, ahead);
   }
 }
-
 
 float maximum(const uint16_t* scores) {
   float16x8_t top[4];
@@ -143,11 +146,12 @@ __attribute__((always_inline)) inline void add_value(float16x8_t (&sum)[R][V][2]
 // Of R rows, their numbers [d, d + 8 V).
 template <int R, int V>
 void accumulate_block(const uint16_t* weights, int64_t ldw, const uint16_t* const* v, int keys, int64_t d, float* out,
-                      int64_t ldo) {
+                      int64_t ldo, const uint16_t* const* ahead) {
   float16x8_t sum[R][V][2];
   for (int r = 0; r < R; ++r)
     for (int c = 0; c < V; ++c) sum[r][c][0] = sum[r][c][1] = vdupq_n_f16(0);
   for (int j = 0; j < keys; j += 8) {
+    for (int i = 0; ahead != nullptr && d % kLine == 0 && i < 8; ++i) __builtin_prefetch(ahead[j + i] + d);
     float16x8_t eight[R];
     for (int r = 0; r < R; ++r) eight[r] = load_halves(weights + r * ldw + j);
     add_value<0>(sum, eight, v[j] + d);
@@ -171,19 +175,19 @@ void accumulate_block(const uint16_t* weights, int64_t ldw, const uint16_t* cons
 
 template <int R>
 void accumulate_rows(const uint16_t* weights, int64_t ldw, const uint16_t* const* v, int keys, int64_t dim, float* out,
-                     int64_t ldo) {
+                     int64_t ldo, const uint16_t* const* ahead) {
   constexpr int V = R == 3 ? 2 : 4;
   int64_t d = 0;
-  for (; d + 8 * V <= dim; d += 8 * V) accumulate_block<R, V>(weights, ldw, v, keys, d, out, ldo);
-  for (; d < dim; d += 8) accumulate_block<R, 1>(weights, ldw, v, keys, d, out, ldo);
+  for (; d + 8 * V <= dim; d += 8 * V) accumulate_block<R, V>(weights, ldw, v, keys, d, out, ldo, ahead);
+  for (; d < dim; d += 8) accumulate_block<R, 1>(weights, ldw, v, keys, d, out, ldo, ahead);
 }
 
 void accumulate(const uint16_t* weights, int64_t ldw, int rows, const uint16_t* const* v, int keys, int64_t dim,
-                float* out, int64_t ldo) {
-  int r = 0;
-  if (rows == 3) return accumulate_rows<3>(weights, ldw, v, keys, dim, out, ldo);
-  for (; r + 2 <= rows; r += 2) accumulate_rows<2>(weights + r * ldw, ldw, v, keys, dim, out + r * ldo, ldo);
-  if (r < rows) accumulate_rows<1>(weights + r * ldw, ldw, v, keys, dim, out + r * ldo, ldo);
+                float* out, int64_t ldo, const uint16_t* const* ahead) {
+  if (rows == 3) return accumulate_rows<3>(weights, ldw, v, keys, dim, out, ldo, ahead);
+  for (; rows >= 2; rows -= 2, weights += 2 * ldw, out += 2 * ldo, ahead = nullptr)
+    accumulate_rows<2>(weights, ldw, v, keys, dim, out, ldo, ahead);
+  if (rows > 0) accumulate_rows<1>(weights, ldw, v, keys, dim, out, ldo, ahead);
 }
 
 }  // namespace

@@ -2,8 +2,8 @@
 //
 //   attention_bench [HEADS KV_HEADS HEAD_DIM [float32|float16]]        default: 9 3 64 float32, as smollm2
 //
-// Pages of 8 tokens, spread as in a pool of 30 layers, every run over another layer. Operations count products with keys
-// and with values only.
+// Pages of 8 tokens in a pool of 30 layers as the engine has it, every run over another layer. Operations count products
+// with keys and with values only.
 #include <time.h>
 
 #include <algorithm>
@@ -11,6 +11,7 @@
 
 #include "attention.h"
 #include "check.h"
+#include "memory.h"
 
 using namespace tokenmill;
 
@@ -34,12 +35,13 @@ void measure(const Load& load, int heads, int kv_heads, int dim, RowKind kind) {
   auto format = std::make_shared<RowFormat>();
   format->kind = kind, format->head_dim = dim, format->bits = kind == RowKind::float32 ? 32 : 16;
   const int max_pages = load.length / kPage + 1, num_pages = load.sequences * max_pages;
-  const int64_t row = format->row_bytes(), side = kv_heads * kPage * row, page = kLayers * 2 * side;
-  std::vector<uint8_t> pool(num_pages * page);
+  const int64_t row = format->row_bytes(), page = kv_heads * kPage * row, side = num_pages * page;
+  uint8_t* pool;
+  const auto memory = allocate_huge(2 * kLayers * side, &pool);
   const std::vector<float> values = random_floats(1 << 16, 1);
-  for (int64_t at = 0, i = 0; at < num_pages * page; at += row, i += dim)
-    format->encode(&values[i % (values.size() - dim)], 0, &pool[at]);
-  const auto of = [&](int64_t offset) { return KVSide{pool.data() + offset, format, page, row * kPage, row}; };
+  for (int64_t at = 0, i = 0; at < 2 * kLayers * side; at += row, i += dim)
+    format->encode(&values[i % (values.size() - dim)], 0, pool + at);
+  const auto of = [&](int64_t offset) { return KVSide{pool + offset, format, page, row * kPage, row}; };
   std::vector<int32_t> starts = {0}, lengths(load.sequences, load.length), table(num_pages);
   for (int s = 0; s < load.sequences; ++s) {
     starts.push_back(starts.back() + load.fresh);

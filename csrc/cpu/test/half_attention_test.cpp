@@ -38,19 +38,19 @@ void kernels(const HalfKernels& kernels) {
       std::vector<uint16_t> scores(rows * keys), same(keys);
       std::vector<float> out(rows * dim, 0.5f), one(dim, 0.5f);
       std::vector<uint8_t> bad(rows);
-      kernels.scores(q.data(), rows, at.data(), keys, dim, scores.data(), keys, bad.data());
+      kernels.scores(q.data(), rows, at.data(), keys, dim, scores.data(), keys, bad.data(), at.data());
       std::vector<float> sums;
       std::vector<uint16_t> weights = scores;
       for (int r = 0; r < rows; ++r)
         sums.push_back(kernels.exponentials(&weights[r * keys], kernels.maximum(&scores[r * keys])));
-      kernels.accumulate(weights.data(), keys, rows, at.data(), keys, dim, out.data(), dim);
+      kernels.accumulate(weights.data(), keys, rows, at.data(), keys, dim, out.data(), dim, at.data());
       const std::vector<float> wf = floats_of(weights);
       for (int r = 0; r < rows; ++r) {
-        kernels.scores(&q[r * dim], 1, at.data(), keys, dim, same.data(), keys, bad.data());
+        kernels.scores(&q[r * dim], 1, at.data(), keys, dim, same.data(), keys, bad.data(), nullptr);
         CHECK(std::equal(same.begin(), same.end(), &scores[r * keys]) && !bad[r]);
         const std::vector<float> alone = floats_of(same);
         std::fill(one.begin(), one.end(), 0.5f);
-        kernels.accumulate(&weights[r * keys], keys, 1, at.data(), keys, dim, one.data(), dim);
+        kernels.accumulate(&weights[r * keys], keys, 1, at.data(), keys, dim, one.data(), dim, nullptr);
         CHECK(std::equal(one.begin(), one.end(), &out[r * dim]));
         const float highest = *std::max_element(alone.begin(), alone.end());
         CHECK(highest == kernels.maximum(same.data()));
