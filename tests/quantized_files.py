@@ -145,6 +145,9 @@ class MemoryCheckpoint:
     def release(self, name: str) -> None:
         assert name in self._tensors
 
+    def is_quantized(self) -> bool:
+        return bool(self.quantization())
+
     def quantization(self) -> dict[str, object]:
         return self._quantization
 

@@ -61,65 +61,70 @@ void for_runs(const float* const* rows, int count, bool whole, int64_t dim, Func
 
 }  // namespace
 
-// Scratch of one thread. Rows are (query, head) pairs of one KV head, head fastest.
-struct AttentionRunner::Tile {
-  int rows, heads;
-  int64_t dim;
-  float* q;          // [rows, dim], scaled
-  float* out;        // [rows, dim]
-  float* scores;     // [rows, kKeyBlock]
-  float* maximum;    // [rows]
-  float* sum;        // [rows]
-  float* converted;  // [kKeyBlock, dim]
-  // As out, maximum and sum: of the chunks before, where the item has several.
-  float *whole_out, *whole_maximum, *whole_sum;
-};
-
 size_t AttentionRunner::scratch_floats(int num_heads, int num_kv_heads, int head_dim) {
-  const size_t rows = max_rows(num_heads, num_kv_heads);
-  return rows * (3 * head_dim + kKeyBlock + 4) + kKeyBlock * static_cast<size_t>(head_dim);
+  const size_t rows = max_rows(num_heads, num_kv_heads), heads = num_heads / num_kv_heads;
+  const size_t halves = rows * (head_dim + kKeyBlock + 1) / 2 + 1;  // in the place of converted keys, or beyond it
+  const size_t per_row = 3 * head_dim + kKeyBlock + 4;
+  return (rows + heads) * per_row + std::max(halves, kKeyBlock * static_cast<size_t>(head_dim)) +
+         kKeyBlock * static_cast<size_t>(head_dim);
+}
+
+AttentionRunner::Tile AttentionRunner::make_tile(int rows, int heads, int64_t dim, float* scratch) {
+  Tile tile;
+  tile.rows = rows, tile.heads = heads, tile.dim = dim;
+  tile.q = scratch;
+  tile.out = tile.q + rows * dim;
+  tile.scores = tile.out + rows * dim;
+  tile.maximum = tile.scores + rows * kKeyBlock;
+  tile.sum = tile.maximum + rows;
+  tile.whole_out = tile.sum + rows;
+  tile.whole_maximum = tile.whole_out + rows * dim;
+  tile.whole_sum = tile.whole_maximum + rows;
+  tile.converted = tile.whole_sum + rows;
+  tile.behind = tile.converted + std::max(rows * (dim + kKeyBlock + 1) / 2 + 1, kKeyBlock * dim);
+  return tile;
+}
+
+int AttentionRunner::piece_grain(int threads) const {
+  const int heads = shape_.num_kv_heads;
+  return num_pieces() >= 32 * threads * heads ? heads : 1;
 }
 
 void AttentionRunner::run(int piece, float* scratch) const {
-  const int count = num_pieces();
-  const int kv_head = piece % shape_.num_kv_heads;
-  // Later tiles of a causal prefill are longer: start with them, so that threads end together.
-  const AttentionPlan::Item& item = plan_.items_[(count - 1 - piece) / shape_.num_kv_heads];
-  Tile tile;
-  tile.heads = shape_.num_heads / shape_.num_kv_heads;
-  tile.dim = shape_.head_dim;
-  tile.rows = item.num_queries * tile.heads;
-  tile.q = scratch;
-  tile.out = tile.q + tile.rows * tile.dim;
-  tile.scores = tile.out + tile.rows * tile.dim;
-  tile.maximum = tile.scores + tile.rows * kKeyBlock;
-  tile.sum = tile.maximum + tile.rows;
-  tile.converted = tile.sum + tile.rows;
-  tile.whole_out = tile.converted + kKeyBlock * tile.dim;
-  tile.whole_maximum = tile.whole_out + tile.rows * tile.dim;
-  tile.whole_sum = tile.whole_maximum + tile.rows;
+  const int kv_head = head_of(piece);
+  const AttentionPlan::Item& item = item_of(piece);
+  const int heads = shape_.num_heads / shape_.num_kv_heads;
+  Tile tile = make_tile(item.num_queries * heads, heads, shape_.head_dim, scratch);
   if (k_ != nullptr && item.key_end == batch_.seq_lens[item.sequence]) {
     const int token = plan_.queries_[item.first_query].token;
     const int64_t offset = token * ldkv_ + kv_head * tile.dim;
     store_kv_head(pages_, kv_head, slots_[token], k_ + offset, v_ + offset);
   }
-  attend(item, kv_head, tile);
+  if (has_halves()) {
+    attend_halves(piece, tile);
+  } else {
+    attend(item, kv_head, tile);
+  }
   finish(item, kv_head, tile);
 }
 
-void AttentionRunner::attend(const AttentionPlan::Item& item, int kv_head, Tile& tile) const {
-  const FloatKernels& kernels = float_kernels();
+// Queries as they are multiplied; nothing gathered yet.
+void AttentionRunner::begin(const AttentionPlan::Item& item, int kv_head, Tile& tile) const {
   for (int row = 0; row < tile.rows; ++row) {
     const int token = plan_.queries_[item.first_query + row / tile.heads].token;
     const float* q = q_ + token * ldq_ + (kv_head * tile.heads + row % tile.heads) * tile.dim;
-    kernels.scale(q, shape_.scale, tile.dim, tile.q + row * tile.dim);
+    float_kernels().scale(q, shape_.scale, tile.dim, tile.q + row * tile.dim);
     pages_.k.format->turn_query(tile.q + row * tile.dim, kv_head);
     tile.maximum[row] = tile.whole_maximum[row] = kMinusInfinity;
     tile.sum[row] = tile.whole_sum[row] = 0;
   }
-  const bool folds = item.key_begin / kKeyChunk != (item.key_end - 1) / kKeyChunk;
   std::memset(tile.out, 0, tile.rows * tile.dim * sizeof(float));
-  if (folds) std::memset(tile.whole_out, 0, tile.rows * tile.dim * sizeof(float));
+  if (item.folds()) std::memset(tile.whole_out, 0, tile.rows * tile.dim * sizeof(float));
+}
+
+void AttentionRunner::attend(const AttentionPlan::Item& item, int kv_head, Tile& tile) const {
+  const FloatKernels& kernels = float_kernels();
+  begin(item, kv_head, tile);
   for (int key = item.key_begin; key < item.key_end; key += kKeyBlock) {
     if (key % kKeyChunk == 0 && key != item.key_begin) fold_chunk(tile);
     const int count = std::min(kKeyBlock, item.key_end - key);
@@ -135,13 +140,17 @@ void AttentionRunner::attend(const AttentionPlan::Item& item, int kv_head, Tile&
         kernels.softcap(scores, shape_.softcap, count, scores);
       }
     }
-    mask(item, key, count, tile);
+    mask(item, key, count, tile.heads, tile.scores, kMinusInfinity);
     soften(count, tile);
     whole = find_rows(pages_.v, item, kv_head, key, count, tile.converted, rows);
     for_runs(rows, count, whole, tile.dim, [&](int at, int length) {
       kernels.accumulate_of(tile.scores + at, kKeyBlock, tile.rows, rows + at, length, tile.dim, tile.out, tile.dim);
     });
   }
+  end(item.folds(), tile);
+}
+
+void AttentionRunner::end(bool folds, Tile& tile) {
   if (!folds) return;
   fold_chunk(tile);
   std::swap(tile.out, tile.whole_out);
@@ -189,28 +198,32 @@ int AttentionRunner::oldest(int position) const {
 }
 
 // Hide keys after the query's own position, and those before its window or chunk.
-void AttentionRunner::mask(const AttentionPlan::Item& item, int key, int count, Tile& tile) const {
+template <typename Score>
+void AttentionRunner::mask(const AttentionPlan::Item& item, int key, int count, int heads, Score* scores,
+                           Score hidden) const {
   for (int i = 0; i < item.num_queries; ++i) {
     const AttentionPlan::Query& query = plan_.queries_[item.first_query + i];
     if (batch_.ancestors != nullptr) {
-      for (int head = 0; head < tile.heads; ++head)
-        mask_tree(query, key, count, tile.scores + (i * tile.heads + head) * kKeyBlock);
+      for (int head = 0; head < heads; ++head)
+        mask_tree(query, key, count, scores + (i * heads + head) * kKeyBlock, hidden);
       continue;
     }
     const int position = query.position;
     const int end = std::min(count, position + 1 - key);
     const int begin = std::max(0, oldest(position) - key);
     if (begin == 0 && end == count) continue;
-    for (int head = 0; head < tile.heads; ++head) {
-      float* scores = tile.scores + (i * tile.heads + head) * kKeyBlock;
-      std::fill(scores, scores + std::min(begin, count), kMinusInfinity);
-      std::fill(scores + std::max(end, 0), scores + count, kMinusInfinity);
+    for (int head = 0; head < heads; ++head) {
+      Score* row = scores + (i * heads + head) * kKeyBlock;
+      std::fill(row, row + std::min(begin, count), hidden);
+      std::fill(row + std::max(end, 0), row + count, hidden);
     }
   }
 }
 
 // As `mask`, of one row of a tree: known keys within the window of the position that its depth gives it, and ancestors.
-void AttentionRunner::mask_tree(const AttentionPlan::Query& query, int key, int count, float* scores) const {
+template <typename Score>
+void AttentionRunner::mask_tree(const AttentionPlan::Query& query, int key, int count, Score* scores,
+                                Score hidden) const {
   const uint64_t* first = batch_.ancestors + (query.token - (query.position - query.known));  // of its sequence
   const uint64_t seen = batch_.ancestors[query.token];
   const auto place = [&](uint64_t ancestors) { return query.known + __builtin_popcountll(ancestors) - 1; };
@@ -219,9 +232,11 @@ void AttentionRunner::mask_tree(const AttentionPlan::Query& query, int key, int 
     const int node = key + at - query.known;
     const bool visible =
         node < 0 ? key + at >= first_key : node < 64 && (seen >> node & 1) && place(first[node]) >= first_key;
-    if (!visible) scores[at] = kMinusInfinity;
+    if (!visible) scores[at] = hidden;
   }
 }
+
+template void AttentionRunner::mask(const AttentionPlan::Item&, int, int, int, uint16_t*, uint16_t) const;
 
 // Scores -> weights relative to the running maximum; rescale what was gathered under the old one.
 void AttentionRunner::soften(int count, Tile& tile) const {

@@ -5,7 +5,8 @@
 // share is read once for all of them; a long context is split. Sums over keys begin anew at every kKeyChunk keys of a
 // sequence and are then folded together in order: by the item itself where it has several chunks, else by the thread that
 // finishes the last item of a query. So a token has the same bits however the work is cut: alone, in any batch, among
-// drafts, in a whole prompt, in chunks of one, and behind a cached prefix.
+// drafts, in a whole prompt, in chunks of one, and behind a cached prefix. Pages of halves are multiplied as halves where
+// the processor can (attention_half.cpp), all others as floats.
 #pragma once
 
 #include <atomic>
@@ -76,6 +77,7 @@ class AttentionPlan {
     int32_t key_begin, key_end;
     int32_t partial;  // first partial slot, one per query; -1: the item is all there is, write the output itself
     bool few = false;  // of a sequence with few queries
+    bool folds() const { return key_begin / kKeyChunk != (key_end - 1) / kKeyChunk; }
   };
 
   AttentionPlan(int max_tokens, int max_sequences, int num_heads, int num_kv_heads, int head_dim);
@@ -125,14 +127,47 @@ class AttentionRunner {
   }
 
   int num_pieces() const { return plan_.num_items() * shape_.num_kv_heads; }
+  int piece_grain(int threads) const;  // neighbours that one thread should have: heads of an item lie side by side
   static size_t scratch_floats(int num_heads, int num_kv_heads, int head_dim);
   void run(int piece, float* scratch) const;
 
  private:
-  struct Tile;
+  // Scratch of one thread. Rows are (query, head) pairs of one KV head, head fastest.
+  struct Tile {
+    int rows, heads;
+    int64_t dim;
+    float* q;          // [rows, dim], scaled
+    float* out;        // [rows, dim]
+    float* scores;     // [rows, kKeyBlock]
+    float* maximum;    // [rows]
+    float* sum;        // [rows]
+    float* converted;  // [kKeyBlock, dim]; halves: q, the scores of a block, and which rows do not fit
+    // As out, maximum and sum: of the chunks before, where the item has several.
+    float *whole_out, *whole_maximum, *whole_sum;
+    float* behind;  // halves: scratch for the rows of one query, in floats
+  };
+  int head_of(int piece) const { return piece % shape_.num_kv_heads; }
+  // Later tiles of a causal prefill are longer: start with them, so that threads end together.
+  const AttentionPlan::Item& item_of(int piece) const {
+    return plan_.items_[(num_pieces() - 1 - piece) / shape_.num_kv_heads];
+  }
+  static Tile make_tile(int rows, int heads, int64_t dim, float* scratch);
+
+  void begin(const AttentionPlan::Item& item, int kv_head, Tile& tile) const;
   void attend(const AttentionPlan::Item& item, int kv_head, Tile& tile) const;
-  void mask(const AttentionPlan::Item& item, int key, int count, Tile& tile) const;
-  void mask_tree(const AttentionPlan::Query& query, int key, int count, float* scores) const;
+  static void end(bool folds, Tile& tile);
+  // In attention_half.cpp.
+  bool has_halves() const;
+  void attend_halves(int piece, Tile& tile) const;
+  void find_halves(const KVSide& side, const AttentionPlan::Item& item, int kv_head, int key, int count,
+                   const uint16_t** rows) const;
+  void soften_halves(int count, uint16_t* scores, Tile& tile) const;
+  void mend(const AttentionPlan::Item& item, int kv_head, int begin, int end, Tile& tile) const;
+  // Of floats or of halves; `hidden`: minus infinity.
+  template <typename Score>
+  void mask(const AttentionPlan::Item& item, int key, int count, int heads, Score* scores, Score hidden) const;
+  template <typename Score>
+  void mask_tree(const AttentionPlan::Query& query, int key, int count, Score* scores, Score hidden) const;
   int oldest(int position) const;  // first key that a token at this position sees
   void soften(int count, Tile& tile) const;
   static void fold_chunk(Tile& tile);

@@ -5,6 +5,7 @@
 #include "bind.h"
 #include "bind_attention.h"
 #include "float_kernels.h"
+#include "half_kernels.h"
 #include "memory.h"
 #include "pool.h"
 
@@ -226,6 +227,7 @@ void bind_attention(nb::module_& module) {
              nb::arg(), nb::arg(), nb::arg(), nb::arg("sinks").none(), nb::arg(),
              "As `attention`, over Pages of any format");
   module.def("store_kv", &store_kv);
+  module.def("multiplies_halves", [](int64_t head_dim) { return multiplies_halves(head_dim); });
   module.def("attention", &attention, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(),
              nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg("sinks").none(), nb::arg(), "Returns how many leading keys were read once for several sequences");
 }

@@ -4,6 +4,8 @@
 // Bound by memory for one row of activations and by float arithmetic for many; activations stay float32, or become two
 // bfloat16 terms (bfloat_tiles.h). See float_block.h and float_panels.h for the order of the sums.
 #include <algorithm>
+#include <atomic>
+#include <type_traits>
 
 #include "linear_panel.h"
 #if defined(__aarch64__)
@@ -42,6 +44,39 @@ struct AsHalf {
   }
 };
 
+// Finite halves, every second four of them by integer instructions: a conversion takes the pipe of two products, of which
+// the processor has two, and a shift the other. The bits lie in their place in a float, which is then 2^-112 of the value,
+// subnormal halves included; the activations of these four are multiplied by 2^112, so that products are the same bits.
+struct AsMixedHalf : AsHalf {
+  static void eight(const uint16_t* p, Float4* out) {
+    const uint16x8_t bits = vld1q_u16(p);
+    out[0] = (Float4)vcvt_f32_f16(vget_low_f16(vreinterpretq_f16_u16(bits)));
+    const int32x4_t shifted = vshll_high_n_s16(vreinterpretq_s16_u16(bits), 13);
+    out[1] = (Float4)vandq_s32(shifted, vdupq_n_s32(static_cast<int32_t>(0x8fffffffu)));
+  }
+};
+
+// As AsMixedHalf wants them: those of whole lines of weights. False where one is too large for it.
+bool raise(const float* x, int64_t cols, float* out) {
+  float32x4_t largest = vdupq_n_f32(0);
+  int64_t k = 0;
+  for (const int64_t end = cols / 32 * 32; k < end; k += 8) {
+    const Float4 low = load4(x + k), high = load4(x + k + 4);
+    const Float4 raised = high * 0x1p112f;
+    std::memcpy(out + k, &low, 16);
+    std::memcpy(out + k + 4, &raised, 16);
+    largest = vmaxq_f32(largest, vabsq_f32((float32x4_t)high));
+  }
+  std::copy(x + k, x + cols, out + k);
+  return vmaxvq_f32(largest) < 0x1p15f;
+}
+
+bool all_finite(const uint16_t* halves, size_t count) {
+  uint16_t largest = 0;
+  for (size_t i = 0; i < count; ++i) largest = std::max<uint16_t>(largest, halves[i] & 0x7fff);
+  return largest < 0x7c00;
+}
+
 constexpr int kTokens = 64;  // activations multiplied at a time
 
 template <class Type>
@@ -60,44 +95,65 @@ class PlainLinear final : public WithFloatRows<Linear> {
     const size_t row_bytes = size_t(cols) * size_t(format_.bytes);
     std::memcpy(storage_.data() + size_t(begin) * row_bytes,
                 static_cast<const uint8_t*>(data) + size_t(begin) * row_bytes, size_t(end - begin) * row_bytes);
+    if constexpr (kHalf)
+      if (!all_finite(weights(begin), size_t((end - begin) * cols))) finite_.store(false, std::memory_order_relaxed);
   }
   void dequantize_row(int64_t row, float* out) const override { dequantize(format_, weights(row), cols, out); }
 
   int num_tiles(int) const override { return int((rows + tile_rows() - 1) / tile_rows()); }
-  // Many rows: 4 rows of the weight are widened once for all of them.
-  size_t scratch_bytes(int m) const override { return widens(m) ? size_t(cols) * 16 : 0; }
+  // Many rows: 4 rows of the weight are widened once for all of them. Few, of halves: a copy of the activations.
+  size_t scratch_bytes(int m) const override {
+    return widens(m) ? size_t(cols) * 16 : kHalf && m < kFew ? size_t(m) * size_t(cols) * 4 : 0;
+  }
 
   void run_tile(int tile, int m, const void* activations, const float* bias, float* y, int64_t ldy,
                 void* scratch) const override {
     const float* x = static_cast<const float*>(activations);
+    if constexpr (kHalf) {
+      if (m < kFew && finite_.load(std::memory_order_relaxed)) {
+        float* raised = static_cast<float*>(scratch);
+        bool fits = true;
+        for (int t = 0; t < m; ++t) fits = raise(x + t * cols, cols, raised + t * cols) && fits;
+        if (fits) return run_rows<AsMixedHalf>(tile, m, raised, bias, y, ldy);
+      }
+    }
     // A block of activations stays near while all rows of the tile pass over it.
-    for (int t = 0; t < m; t += kTokens)
-      run_block(tile, std::min(kTokens, m - t), x + t * cols, bias, y + t * ldy, ldy, scratch);
+    for (int t = 0; t < m; t += kTokens) {
+      const int count = std::min(kTokens, m - t);
+      if (widens(m)) {
+        run_block(tile, count, x + t * cols, bias, y + t * ldy, ldy, static_cast<float*>(scratch));
+      } else {
+        run_rows<Type>(tile, count, x + t * cols, bias, y + t * ldy, ldy);
+      }
+    }
   }
 
  private:
   using Storage = typename Type::Storage;
+  static constexpr bool kHalf = std::is_same_v<Type, AsHalf>;
+  static constexpr int kFew = 4;  // rows of activations that are multiplied one by one
 
-  void run_block(int tile, int m, const float* x, const float* bias, float* y, int64_t ldy, void* scratch) const {
+  // The weight is read as it lies.
+  template <class As>
+  void run_rows(int tile, int m, const float* x, const float* bias, float* y, int64_t ldy) const {
     const int64_t last = std::min((tile + 1) * tile_rows(), rows);
-    for (int64_t row = tile * tile_rows(); row < last;) {
-      const int64_t count = last - row >= 4 ? 4 : 1;
-      const float* add = bias ? bias + row : nullptr;
-      const auto* w = weights(row);
-      if (count == 4 && widens(m)) {
-        float* wide = static_cast<float*>(scratch);
-        for (int64_t k = 0; k + 4 <= 4 * cols; k += 4) {
-          const Float4 v = Type::four(w + k);
-          std::memcpy(wide + k, &v, 16);
-        }
-        rows_of<AsFloat, 4>(wide, x, m, cols, add, y + row, ldy);
-      } else if (count == 4) {
-        rows_of<Type, 4, true>(w, x, m, cols, add, y + row, ldy);
-      } else if (count == 1) {
-        rows_of<Type, 1>(w, x, m, cols, add, y + row, ldy);
+    int64_t row = tile * tile_rows();
+    const auto add = [&] { return bias ? bias + row : nullptr; };
+    for (; row + 4 <= last; row += 4) rows_of<As, 4, true>(weights(row), x, m, cols, add(), y + row, ldy);
+    for (; row < last; ++row) rows_of<As, 1>(weights(row), x, m, cols, add(), y + row, ldy);
+  }
+
+  void run_block(int tile, int m, const float* x, const float* bias, float* y, int64_t ldy, float* wide) const {
+    const int64_t last = std::min((tile + 1) * tile_rows(), rows);
+    int64_t row = tile * tile_rows();
+    for (; row + 4 <= last; row += 4) {
+      for (int64_t k = 0; k + 4 <= 4 * cols; k += 4) {
+        const Float4 v = Type::four(weights(row) + k);
+        std::memcpy(wide + k, &v, 16);
       }
-      row += count;
+      rows_of<AsFloat, 4>(wide, x, m, cols, bias ? bias + row : nullptr, y + row, ldy);
     }
+    for (; row < last; ++row) rows_of<Type, 1>(weights(row), x, m, cols, bias ? bias + row : nullptr, y + row, ldy);
   }
 
   static bool widens(int m) { return sizeof(Storage) == 2 && m >= 8; }
@@ -110,6 +166,7 @@ class PlainLinear final : public WithFloatRows<Linear> {
   const QuantFormat& format_;
   std::string name_;
   AlignedBytes storage_;
+  std::atomic<bool> finite_{true};  // of halves
 };
 
 }  // namespace

@@ -410,7 +410,7 @@ void Program::run_attention(Team& team, const Stage& stage, const Place& place, 
   AttentionRunner runner(*plans_[stage.plan].plan, inputs.batches[stage.group], stage.pages, stage.shape,
                          place.at(stage.q, 0), width(stage.q), place.at(stage.outputs[0], 0), width(stage.outputs[0]));
   if (redundant) runner.store_first(place.at(stage.k, 0), place.at(stage.v, 0), kv_width, slots);
-  team.for_each(runner.num_pieces(), 1, [&](int piece) { runner.run(piece, scratch); });
+  team.for_each(runner.num_pieces(), runner.piece_grain(team.size), [&](int piece) { runner.run(piece, scratch); });
 }
 
 }  // namespace tokenmill

@@ -119,4 +119,6 @@ def test_op_equals_its_spec(op: str, device: torch.device, backend: str) -> None
         expected, got = (each if isinstance(each, tuple) else (each,) for each in (expected, got))
         for wanted, found in zip(expected, got, strict=True):
             rtol, atol = (1e-5, 2e-5) if device.type == "cpu" else (1e-3, 1e-3)  # faster exponentials
+            if op == "attention" and backend == "cpu" and arguments[1].dtype == torch.float16:
+                rtol, atol = 1e-3, 5e-3  # halves are multiplied as such where the CPU can
             torch.testing.assert_close(found, wanted, rtol=rtol, atol=atol)

@@ -150,3 +150,11 @@ def test_a_job_s_requests_must_fit() -> None:
     assert reserve_concurrency(EngineConfig(concurrency=4), 4, "--n").concurrency == 4
     with pytest.raises(UserError, match="raise --concurrency"):
         reserve_concurrency(EngineConfig(concurrency=4), 5, "--n")
+
+
+def test_kv_pages_are_halves_where_a_cpu_multiplies_them_and_weights_are_coarser() -> None:
+    config = resolve(EngineConfig(), replace(CPU, half_pages=True))
+    assert config.kv_cache_dtype == "float16"
+    assert config.source("kv_cache_dtype").startswith("automatic: this CPU multiplies in it")
+    assert resolve(EngineConfig(kv_cache_dtype="float32"), replace(CPU, half_pages=True)).kv_cache_dtype == "float32"
+    assert resolve(EngineConfig(), CPU).kv_cache_dtype == "float32"

@@ -55,6 +55,10 @@ class Checkpoint(Protocol):
         nothing."""
         ...
 
+    def is_quantized(self) -> bool:
+        """Whether most of its weights are codes of fewer bits than a float."""
+        ...
+
     def quantization(self) -> dict[str, object]:
         """`quantization_config` of a safetensors checkpoint; empty for GGUF and plain ones."""
         ...

@@ -50,5 +50,8 @@ class DummyCheckpoint:
     def float_type(self) -> str:
         return float_type_of(self._config)
 
+    def is_quantized(self) -> bool:
+        return bool(self._quantization)
+
     def quantization(self) -> dict[str, object]:
         return self._quantization

@@ -137,6 +137,10 @@ class GGUFCheckpoint:
     def float_type(self) -> str:
         return ""  # types of tensors say how they are stored, not what the model was trained to compute in
 
+    def is_quantized(self) -> bool:
+        values = [(math.prod(entry.shape), entry.layout.is_block) for entry in self._entries.values()]
+        return 2 * sum(count for count, coded in values if coded) > sum(count for count, _coded in values)
+
     def quantization(self) -> dict[str, object]:
         return {}
 

@@ -177,6 +177,9 @@ class SafetensorsCheckpoint:
         widest = next((name for name in ("float32", "bfloat16", "float16") if name in stored), "")
         return float_type_of(self._config) or widest
 
+    def is_quantized(self) -> bool:
+        return bool(self.quantization())
+
     def quantization(self) -> dict[str, object]:
         text = self._config.get("text_config")
         for config in (self._config, text if isinstance(text, dict) else {}):

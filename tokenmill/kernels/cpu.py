@@ -16,6 +16,7 @@ import numpy as np
 from tokenmill.kernels import cpu_recurrent
 from tokenmill.kernels.base import Declined
 from tokenmill.kernels.cpu_module import instruction_set as instruction_set
+from tokenmill.kernels.cpu_module import multiplies_halves as multiplies_halves
 from tokenmill.kernels.cpu_module import num_threads as num_threads
 from tokenmill.kernels.cpu_module import pool as pool
 from tokenmill.kernels.cpu_module import unavailable as unavailable

@@ -53,6 +53,12 @@ def num_threads() -> int:
     return size
 
 
+def multiplies_halves(head_dim: int) -> bool:
+    """Whether attention over float16 pages computes in float16, which a CPU that can does at twice the rate."""
+    answer: bool = module().multiplies_halves(head_dim)
+    return answer
+
+
 def instruction_set() -> str:
     name: str = module().best_isa()
     return name

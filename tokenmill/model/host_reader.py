@@ -65,6 +65,9 @@ class ArrayCheckpoint:
     def float_type(self) -> str:
         return self._checkpoint.float_type()
 
+    def is_quantized(self) -> bool:
+        return self._checkpoint.is_quantized()
+
     def quantization(self) -> dict[str, object]:
         return self._checkpoint.quantization()
 

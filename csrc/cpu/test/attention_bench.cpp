@@ -1,8 +1,9 @@
-// Times attention of one layer on one thread, in CPU time: a prompt behind a cached prefix, and decodes that share one.
+// Times attention of one layer on one thread, in CPU time: prompts behind a cached prefix, decodes that share one or not.
 //
-//   attention_bench [HEADS KV_HEADS HEAD_DIM]        default: 9 3 64, as smollm2
+//   attention_bench [HEADS KV_HEADS HEAD_DIM [float32|float16]]        default: 9 3 64 float32, as smollm2
 //
-// Float32 pages of 8 tokens, spread as in a pool of 30 layers. Operations count products with keys and with values only.
+// Pages of 8 tokens in a pool of 30 layers as the engine has it, every run over another layer. Operations count products
+// with keys and with values only.
 #include <time.h>
 
 #include <algorithm>
@@ -10,16 +11,18 @@
 
 #include "attention.h"
 #include "check.h"
+#include "memory.h"
 
 using namespace tokenmill;
 
 namespace {
 
-constexpr int kPage = 8, kLayers = 30, kShared = 512;
+constexpr int kPage = 8, kLayers = 30;
 
 struct Load {
   const char* name;
   int sequences, fresh, length;  // tokens of this step in each, and all its tokens
+  int shared;                    // with the first sequence
 };
 
 double cpu_seconds() {
@@ -28,25 +31,21 @@ double cpu_seconds() {
   return now.tv_sec + now.tv_nsec * 1e-9;
 }
 
-void measure(const Load& load, int heads, int kv_heads, int dim) {
-  const int max_pages = load.length / kPage + 1, num_pages = load.sequences * max_pages;
-  const int64_t side = int64_t(kv_heads) * kPage * dim, page = kLayers * 2 * side;
-  std::vector<float> pool(num_pages * page);
-  for (int p = 0; p < num_pages; ++p) {
-    const std::vector<float> values = random_floats(2 * side, p);
-    std::copy(values.begin(), values.end(), pool.begin() + p * page);
-  }
+void measure(const Load& load, int heads, int kv_heads, int dim, RowKind kind) {
   auto format = std::make_shared<RowFormat>();
-  format->head_dim = dim;
-  const int64_t row = format->row_bytes();
-  const auto of = [&](int64_t offset) {
-    return KVSide{reinterpret_cast<uint8_t*>(pool.data() + offset), format, page * 4, row * kPage, row};
-  };
-  const KVPages pages{of(0), of(side), kv_heads, kPage, dim};
+  format->kind = kind, format->head_dim = dim, format->bits = kind == RowKind::float32 ? 32 : 16;
+  const int max_pages = load.length / kPage + 1, num_pages = load.sequences * max_pages;
+  const int64_t row = format->row_bytes(), page = kv_heads * kPage * row, side = num_pages * page;
+  uint8_t* pool;
+  const auto memory = allocate_huge(2 * kLayers * side, &pool);
+  const std::vector<float> values = random_floats(1 << 16, 1);
+  for (int64_t at = 0, i = 0; at < 2 * kLayers * side; at += row, i += dim)
+    format->encode(&values[i % (values.size() - dim)], 0, pool + at);
+  const auto of = [&](int64_t offset) { return KVSide{pool + offset, format, page, row * kPage, row}; };
   std::vector<int32_t> starts = {0}, lengths(load.sequences, load.length), table(num_pages);
   for (int s = 0; s < load.sequences; ++s) {
     starts.push_back(starts.back() + load.fresh);
-    for (int p = 0; p < max_pages; ++p) table[s * max_pages + p] = (p < kShared / kPage ? 0 : s) * max_pages + p;
+    for (int p = 0; p < max_pages; ++p) table[s * max_pages + p] = (p < load.shared / kPage ? 0 : s) * max_pages + p;
   }
   const int tokens = starts.back(), width = heads * dim;
   const std::vector<float> q = random_floats(int64_t(tokens) * width, 1);
@@ -57,10 +56,12 @@ void measure(const Load& load, int heads, int kv_heads, int dim) {
   AttentionBatch batch{load.sequences, starts.data(), lengths.data(), table.data(), max_pages, nullptr};
   AttentionPlan plan(tokens, load.sequences, heads, kv_heads, dim);
   plan.build(batch, kPage, 0);
-  const AttentionRunner runner(plan, batch, pages, shape, q.data(), width, out.data(), width);
   std::vector<float> scratch(AttentionRunner::scratch_floats(heads, kv_heads, dim));
   std::vector<double> times;
   for (int i = 0; i < 31; ++i) {
+    const int64_t layer = i % kLayers * 2 * side;
+    const KVPages pages{of(layer), of(layer + side), kv_heads, kPage, dim};
+    const AttentionRunner runner(plan, batch, pages, shape, q.data(), width, out.data(), width);
     const double began = cpu_seconds();
     for (int piece = 0; piece < runner.num_pieces(); ++piece) runner.run(piece, scratch.data());
     times.push_back(cpu_seconds() - began);
@@ -76,6 +77,12 @@ void measure(const Load& load, int heads, int kv_heads, int dim) {
 int main(int count, char** arguments) {
   const auto number = [&](int i, int otherwise) { return i < count ? std::atoi(arguments[i]) : otherwise; };
   const int heads = number(1, 9), kv_heads = number(2, 3), dim = number(3, 64);
-  measure({"prompt of 200 behind 512", 1, 200, 712}, heads, kv_heads, dim);
-  measure({"16 decodes, 512 in common and 232 of their own", 16, 1, 744}, heads, kv_heads, dim);
+  const RowKind kind = count > 4 && std::string(arguments[4]) == "float16" ? RowKind::float16 : RowKind::float32;
+  const Load loads[] = {
+      {"prompt of 200 behind 512", 1, 200, 712, 0},
+      {"prompt of 512 behind 3584", 1, 512, 4096, 0},
+      {"16 decodes, 512 in common, 232 of their own", 16, 1, 744, 512},
+      {"16 decodes after 512", 16, 1, 528, 0},
+  };
+  for (const Load& load : loads) measure(load, heads, kv_heads, dim, kind);
 }
