@@ -1,12 +1,13 @@
 """Mixed precision in GGUF against llama.cpp's own mixes: same bytes or fewer, same importance matrix; it measures both.
 
     python benchmarks/gguf_mixed.py smollm2 gemma3-270m --peer /tmp/llamacpp/bin/python --calibration calibration.txt
-        --text wikitext2-raw.test.first-half.txt [--types Q4_K_M,Q3_K_M,Q2_K] [--without Q4_1] [--out FOLDER]
+        --text wikitext2-raw.test.first-half.txt [--types Q4_K_M,Q3_K_M,Q2_K] [--without Q4_1,Q5_1] [--out FOLDER]
 
 `--peer`: a Python that has llama-cpp-python, whose library quantizes and measures. Packaged models are quantized
 already: they are first expanded to F16, which is the reference for both sides and the source of both. `--without`
-leaves out types, above all the one in which the package was stored: its grid fits the expanded weights perfectly, which
-says nothing about other models.
+leaves out types, above all the one in which the package was stored and those whose grid contains its (of Q4_1: Q5_1):
+they fit the expanded weights perfectly, which says nothing about other models. After each row the types of our file are
+printed on stderr, so that it shows.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import json
 import subprocess
 import sys
 import time
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -88,6 +90,7 @@ class Subject:
             packed = pack_types(self.plan, choice, 0, torch.device("cpu"), lambda *_: None)
         report = quantize_gguf(self.checkpoint, path, mix, self.importance, types=choice.types, packed=packed)
         seconds = chosen - started, time.monotonic() - chosen
+        print(f"{self.name} {mix}: {dict(Counter(choice.types.values()))}", file=sys.stderr)
         print(f"{self.name} {mix}: chosen in {seconds[0]:.0f} s, written in {seconds[1]:.0f} s", file=sys.stderr)
         assert report.nbytes <= limit, (report.nbytes, limit)
         return path
