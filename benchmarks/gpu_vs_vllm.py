@@ -117,7 +117,7 @@ def measure(variant: str, model: Path, names: list[str], sizes: dict[str, int]) 
             assert [len(output.outputs[0].token_ids) for output in outputs] == lengths
             return seconds
 
-        workloads = Workloads(generate, **sizes)
+        workloads = Workloads(generate, **sizes, grammars=(model / "tokenizer.json").exists())
         workloads.run(names)
         if variant == "int4":
             make_codes_alike(llm)

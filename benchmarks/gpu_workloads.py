@@ -27,7 +27,7 @@ FEATURES: dict[str, dict[str, Any]] = {
         "structured": (
             "json_schema",
             '{"type": "array", "items": {"type": "object", "properties": {"name": {"type": "string"}, "size": '
-            '{"type": "integer"}}, "required": ["name", "size"], "additionalProperties": false}}',
+            '{"type": "integer"}}, "required": ["name", "size"], "additionalProperties": false}, "minItems": 1}',
         )
     },
 }
@@ -57,14 +57,15 @@ class Workloads:
         prompt: int = 8192,
         continues: bool = False,
         vocabulary: int = 100000,
+        grammars: bool = False,
     ) -> None:
         """`steps`: decode steps that are timed; `longest`: tokens in and out of `mixed`; `prompt`: of `prefill`;
         `vocabulary`: token ids are below it; `continues`: a workload that fails is reported as an error, and the others
-        still run."""
+        still run; `grammars`: the model has a tokenizer, so that `features` include them."""
         self._generate = generate
         self._random = random.Random(0)
         self._steps, self._longest, self._prompt, self._continues = steps, longest, prompt, continues
-        self._vocabulary = vocabulary
+        self._vocabulary, self._grammars = vocabulary, grammars
         self.suffix = suffix  # appended to the name of each workload
 
     def run(self, names: Sequence[str]) -> None:
@@ -154,6 +155,8 @@ class Workloads:
         two runs, as of `decode`."""
         batch = 64
         for name, feature in [("none", {}), *FEATURES.items()]:
+            if "structured" in feature and not self._grammars:
+                continue
             prompts = [self._tokens(512) for _ in range(batch)]
             rows = [feature if row % 2 else {} for row in range(batch)]
             self._generate(prompts, [9] * batch, rows)

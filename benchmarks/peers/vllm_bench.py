@@ -126,7 +126,8 @@ def main() -> None:
     report("start to first token", seconds=time.perf_counter() - engine.began)
     sizes = {"steps": arguments.steps, "longest": arguments.longest, "prompt": arguments.prompt}
     sizes["vocabulary"] = arguments.vocabulary
-    Workloads(engine.generate, **sizes, continues=arguments.wait).run(arguments.workloads.split(","))
+    grammars = (arguments.model / "tokenizer.json").exists()
+    Workloads(engine.generate, **sizes, continues=arguments.wait, grammars=grammars).run(arguments.workloads.split(","))
 
 
 if __name__ == "__main__":

@@ -10,11 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from tokenmill.kernels import triton as gpu
-from tokenmill.runtime.executors.cuda.logit_edits import LogitEdits, TokenCounts
+from tokenmill.runtime.executors.cuda.logit_edits import LogitEdits, TokenCounts, send
 from tokenmill.runtime.executors.cuda.step_features import Report
 from tokenmill.runtime.sampling.features.base import Edits
 from tokenmill.runtime.sampling.sampler import Sampler, token_logprobs
@@ -60,22 +61,32 @@ class CudaSampler(Sampler):
         return self.draw(logits, requests, drafted).finish()
 
     @torch.inference_mode()
-    def draw(self, logits: Tensor, requests: Sequence[Request], drafted: Sequence[Sequence[int]] = ()) -> Draw:
-        """As `sample`, but the device is not waited for: other work may be launched behind the draw. Consumes the
-        logits."""
+    def draw(
+        self,
+        logits: Tensor,
+        requests: Sequence[Request],
+        drafted: Sequence[Sequence[int]] = (),
+        rows: list[int] | None = None,
+    ) -> Draw:
+        """As `sample`, but the device is not waited for: what features change is found out while it computes the
+        logits, and other work may be launched behind the draw. Consumes the logits, unless `rows` says which of them
+        are those of the requests."""
         drafted = drafted or [()] * len(requests)
         edits, left = self._plan(logits.shape[1], requests, drafted)
+        if rows is not None:
+            logits = self._picked(logits, rows)
         wanted = [row for row, request in enumerate(requests) if request.params.logprobs is not None]
         # Reported log-probabilities are those of the model, before any penalty or filter.
-        raw = logits[wanted] if wanted else None
+        asked = send(np.array(wanted, dtype=np.int64), self._device)
+        raw = logits.index_select(0, asked) if wanted else None
         single = {row: logits[row].clone() for row in left}
         self._edits.apply(logits, edits)
         ids = gpu.sample(logits, self._parameters(requests, [len(each) for each in drafted]))
         tops = [requests[row].params.logprobs or 0 for row in wanted]
         report = None
         if raw is not None:
-            rows = torch.arange(len(wanted), dtype=torch.int32, device=self._device)
-            report = Report(raw, rows, ids[wanted], tops)
+            order = torch.arange(len(wanted), dtype=torch.int32, device=self._device)
+            report = Report(raw, order, ids.index_select(0, asked), tops)
         impossible = torch.zeros_like(ids)
         if any(request.params.bans_tokens for request in requests):
             impossible = (logits.gather(1, ids[:, None]).squeeze(1) == float("-inf")).to(ids.dtype)
@@ -92,13 +103,14 @@ class CudaSampler(Sampler):
     @torch.inference_mode()
     def draw_rows(self, logits: Tensor, rows: list[int], requests: Sequence[Request], most: int) -> Draws:
         """For each request from its row of logits, which stay as they are; `most` rows at a time."""
-        parts = []
-        for begin in range(0, len(rows), most):
-            numbers = rows[begin : begin + most]
-            together = numbers == list(range(numbers[0], numbers[0] + len(numbers)))
-            part = logits[numbers[0] : numbers[-1] + 1] if together else logits[numbers]
-            parts.append(self.draw(part.to(torch.float32, copy=True), requests[begin : begin + most]))
-        return Draws(parts)
+        begins = range(0, len(rows), most)
+        return Draws([self.draw(logits, requests[b : b + most], rows=rows[b : b + most]) for b in begins])
+
+    def _picked(self, logits: Tensor, rows: list[int]) -> Tensor:
+        """Some rows, as float32 of their own."""
+        if rows == list(range(rows[0], rows[0] + len(rows))):
+            return logits[rows[0] : rows[-1] + 1].to(torch.float32, copy=True)
+        return logits.index_select(0, send(np.array(rows, dtype=np.int64), self._device)).to(torch.float32)
 
     def _plan(
         self, vocab: int, requests: Sequence[Request], drafted: Sequence[Sequence[int]]
