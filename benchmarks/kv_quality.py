@@ -1,10 +1,11 @@
 """What each KV store costs in quality: perplexity and divergence from the same model with float32 pages, same tokens.
 
     python benchmarks/kv_quality.py smollm2 --text TEXT.txt [--context 512,4096] [--tokens 20000] [--dtypes int8,int4]
-                               [--device cuda] [--native-layers N] [--json FILE]
+                               [--device cuda] [--native-layers N] [--conditioning full|centers|none] [--json FILE]
 
 `--device cuda`: the reference has pages of the model's own type there, and all stores with GPU kernels are measured.
-`limit` is what docs/kv_cache.md promises of the ratio, and whether it held.
+`limit` is what docs/kv_cache.md promises of the ratio, and whether it held. `--conditioning centers`: keys on a
+CPU as on a GPU, only centered.
 
 Every key and value a token attends to comes out of the pages, within its own chunk too, so a prompt shows what decoding
 would show. Bytes per token are those the engine reserves. The reference's log-probabilities are cached as
@@ -35,6 +36,8 @@ from tokenmill.evaluate.windows import TextJob, Window
 from tokenmill.hardware.memory import kv_bytes_per_token
 from tokenmill.model.kvstore import KV_STORES
 from tokenmill.model.kvstore.choice import reading_path
+from tokenmill.model.kvstore.conditioning import KeyConditioning
+from tokenmill.model.kvstore.rows import RowStore
 
 NATIVE = "float32"
 COLUMNS = (
@@ -113,6 +116,17 @@ def measure(path: Path, config: EngineConfig, reference: Reference, windows: lis
     )
 
 
+def condition_less(kind: str) -> None:
+    """Have row stores use a part of what was measured for their keys."""
+
+    def condition_keys(self: RowStore, slot: int, conditioning: KeyConditioning) -> None:
+        if kind == "centers":
+            k, v = self._formats[slot]
+            self.use_formats(slot, k.conditioned(conditioning.centered(), feedback=False), v)
+
+    RowStore.condition_keys = condition_keys  # type: ignore[method-assign]
+
+
 def run(arguments: argparse.Namespace) -> list[Row]:
     path = resolve(arguments.model).path
     rows: list[Row] = []
@@ -149,11 +163,14 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=20_000, help="tokens of the text for each context")
     parser.add_argument("--dtypes", default="", help="comma-separated (default: all stores)")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--conditioning", default="full", choices=("full", "centers", "none"), help="of keys, on a CPU")
     parser.add_argument("--native-layers", type=int, help="at each end; default: as the dtype says")
     parser.add_argument("--kernels", default="", help="ref: float32 activations; empty: the default kernels")
     parser.add_argument("--no-cache", action="store_true", help="run the reference beside each candidate")
     parser.add_argument("--json", type=Path, help="also write the rows here")
     arguments = parser.parse_args()
+    if arguments.conditioning != "full":
+        condition_less(arguments.conditioning)
     rows = run(arguments)
     if arguments.json:
         arguments.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")

@@ -46,6 +46,9 @@ KNOWN_SPILLS = (
     *("qwen3-30b fp8 4096", "latent torch.bfloat16 mixed", "latent torch.float8_e4m3fn"),
     # As with bf16.
     *("half attention torch.float8_e4m3fn mixed", "half int4 hopper_wide", "half int4 gated 256", "half int4 zeros"),
+    # Of prompts: four accumulators beside four operands. int8 with a float scale: one or two registers.
+    *(f"packed {name} 128 mixed" for name in ("int4", "int4_per_token_head", "turboquant4")),
+    "packed int8_per_token_head",
 )
 TOKENS = (1, 4, 16, 64, 256, 4096)
 

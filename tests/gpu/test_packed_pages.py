@@ -31,6 +31,10 @@ def test_tokens_stay_close_to_the_spec(tmp_path: Path, name: str, dtype: str) ->
             assert store.nbytes == llm.parts.runtime.budget.nbytes
             conditioned = [store.packed_pages(slot).keys is not None for slot in range(store.layout.layers_per_page)]
             assert set(conditioned) == {name == "llama" and dtype in ("int4", "turboquant4")}
+            if conditioned[0]:
+                keys = store.packed_pages(0).keys
+                assert bool((keys.scale == 1).all())  # scales are for rounding with feedback
+                assert bool((keys.center != 0).any())
     with spec(folder) as reference:
         for prompt, answer in zip(asked, answers["cuda_graph"], strict=True):
             assert worst_choice(reference, prompt, answer) < (0.1 if dtype.startswith("int8") else 0.6)

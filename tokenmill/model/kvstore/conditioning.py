@@ -8,7 +8,7 @@ nothing of this but the scale. Measured by runtime/observation/key_conditioning.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -25,6 +25,10 @@ class KeyConditioning:
     center: Tensor  # float32 [kv_heads, head_dim]
     scale: Tensor  # float32 [kv_heads, head_dim]
     query_moment: Tensor  # float64 [kv_heads, head_dim, head_dim]: E[q q^T]
+
+    def centered(self) -> KeyConditioning:
+        """For rounding without feedback: the scales suit rounding with it, and alone they do harm."""
+        return replace(self, scale=torch.ones_like(self.scale))
 
     def feedback(self, rotation: Rotation) -> tuple[Tensor, Tensor]:
         """float32 [kv_heads, head_dim, head_dim], strictly lower: coordinate i should be rounded from y_i less the sum

@@ -44,8 +44,10 @@ def condition_keys(store: KVStore, model: LoadedModel, config: ResolvedConfig, c
         return
     began = time.perf_counter()
     for layer, conditioning in find_conditioning(model, config, context).items():
-        store.condition_keys(store.layout.place(layer)[1], conditioning)
-    _log.info("keys are stored centered, scaled and rotated: measured in %.2f s", time.perf_counter() - began)
+        wanted = conditioning if model.table is None else conditioning.centered()  # GPU kernels have no feedback
+        store.condition_keys(store.layout.place(layer)[1], wanted)
+    how = "centered, scaled" if model.table is None else "centered"
+    _log.info("keys are stored %s and rotated: measured in %.2f s", how, time.perf_counter() - began)
 
 
 @torch.inference_mode()

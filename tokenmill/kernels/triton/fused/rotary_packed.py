@@ -256,7 +256,8 @@ def rope_store_packed(
     q_norm, k_norm = norms or (None, None)
     strides = (pages.k.stride(0), pages.k.stride(1), k_numbers.stride(0), k_numbers.stride(1))
     center, scale = (None, None) if pages.keys is None else (pages.keys.center, pages.keys.scale)
-    tensors = (pages.k, k_numbers, pages.v, v_numbers, rows.turn, rows.levels, rows.bounds, rows.gains, center, scale)
+    planes = (pages.k, k_numbers, pages.v, v_numbers)
+    tables = (rows.turn, rows.levels, rows.bounds, rows.gains, center, scale)
     variant = Variant(
         q_heads=q_heads,
         kv_heads=kv_heads,
@@ -273,7 +274,7 @@ def rope_store_packed(
     _rotate_store_packed[(qkv.shape[0], triton.cdiv(q_heads + 2 * kv_heads, HEADS_PER_PROGRAM))](
         qkv,
         out,
-        Pages(*tensors, *strides),
+        Pages(*planes, *tables, *strides),
         Rotary(positions, slots, cos, sin, q_norm, k_norm, eps),
         qkv.stride(0),
         out.stride(0),
