@@ -77,7 +77,9 @@ def test_page_sizes(page_size: int) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_page_types(dtype: torch.dtype) -> None:
-    Case([(5, 155), (1, 90), (70, 70)], dtype=dtype).check()
+    case = Case([(5, 155), (1, 90), (70, 70)], dtype=dtype)
+    in_halves = dtype == torch.float16 and cpu.multiplies_halves(case.k.shape[-1])
+    case.check(tolerance=5e-3 if in_halves else 5e-6)
 
 
 @pytest.mark.parametrize("window", [1, 5, 64, 512])
