@@ -81,9 +81,10 @@ CODED = ["fp8", "fp8_e5m2", "int8", "int4", "turboquant3", "turboquant_4bit_nc"]
 def test_same_logits_as_eager(model: LoadedModel, store_name: str) -> None:
     eager = run(model, EagerExecutor, store_name=store_name)
     recorded = run(model, RecordedExecutor, store_name=store_name)
-    # Latents that differ in the last bit may be stored as neighbours, and every head reads them: of 16 bits it shows.
+    # Latents that differ in the last bit may be stored as neighbours, and every head reads them: of 16 bits it
+    # shows, most where they are multiplied as halves.
     is_latent = model.decoder.description.model_type.startswith("deepseek")
-    tolerance = 1e-4 if is_latent and store_name in ("bfloat16", "float16") else 1e-5
+    tolerance = {"bfloat16": 1e-4, "float16": 1e-3}.get(store_name, 1e-5) if is_latent else 1e-5
     for actual, expected in zip(recorded, eager, strict=True):
         torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
 
