@@ -123,7 +123,7 @@ class WellBehavedTenant:
 
 
 @contextlib.contextmanager
-def streaming(url: str, key: str | None, *, patience: float | None = 4.0) -> Iterator[WellBehavedTenant]:
+def streaming(url: str, key: str | None, *, patience: float | None = 15.0) -> Iterator[WellBehavedTenant]:
     """A tenant that must come through what happens inside: no error, right answers, two of them after it.
 
     `patience`: seconds it never has to wait for a token. What the suite sends froze a server for much longer, and

@@ -59,7 +59,7 @@ def test_all_attacks_at_once(served: AttackedServer) -> None:
         shapes.slow_readers,
         shapes.reconnect_storm,
     )
-    with streaming(served.url, key_of("good"), patience=15):
+    with streaming(served.url, key_of("good")):
         threads = [threading.Thread(target=attack, args=(served.target(),)) for attack in attacks]
         for thread in threads:
             thread.start()

@@ -45,7 +45,7 @@ def test_s7_a_hostile_template_costs_nobody_else_anything(model_path: Callable[[
             statuses = _chats(server, ("compared", "text", "attribute", "recursion"))
         assert all(status in ("400", "413", "429") for status in statuses.values()), statuses
         assert not prober.failures
-        assert prober.longest < 2.5, f"the event loop stood still for {prober.longest:.1f} s"
+        assert prober.longest < 5.0, f"the event loop stood still for {prober.longest:.1f} s"
     finally:
         server.stop()
 
@@ -58,7 +58,7 @@ def test_s7_every_hostile_template_of_the_corpus(model_path: Callable[[str], Pat
         with streaming(server.url, key_of("good")), Prober(server.url, key_of("other")) as prober:
             statuses = _chats(server, HOSTILE)
         assert all(status in ("200", "400", "413", "429") for status in statuses.values()), statuses
-        assert prober.longest < 2.5
+        assert prober.longest < 5.0
     finally:
         server.stop()
 
@@ -74,7 +74,7 @@ def test_s7_variables_of_the_client_cost_nobody_anything(served: AttackedServer)
     with streaming(served.url, key_of("good")), Prober(served.url, key_of("other")) as prober:
         statuses = client.in_turn(served.target(), "/v1/chat/completions", bodies)
     assert set(statuses) <= {"200", "400", "413", "429"}, statuses
-    assert prober.longest < 2.5
+    assert prober.longest < 5.0
 
 
 def _chats(server: AttackedServer, names: Iterable[str]) -> dict[str, str]:

@@ -15,8 +15,8 @@ import pytest
 
 from benchmarks.made_up_tokenizer import write_tokenizer
 from tests.gpu.models import write_config
-from tests.gpu.test_executors import ON_GPU, SHALLOW, engine, prompts
-from tokenmill import LLM, SamplingParams
+from tests.gpu.test_executors import ON_GPU, SHALLOW, engine, note_queued, prompts
+from tokenmill import SamplingParams
 from tokenmill.runtime.sampling.features import grammar
 from tokenmill.types import StructuredSpec
 
@@ -35,17 +35,6 @@ def model(folder: Path) -> Path:
     path = write_config(folder, "llama", vocab_size=300, eos_token_id=290, bos_token_id=291, **changes)
     write_tokenizer(path, json.loads((path / "config.json").read_text()))
     return path
-
-
-def note_queued(llm: LLM, queued: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    executor: Any = llm.parts.runtime.executor
-    launch = executor._launch_next
-
-    def noting(*rows: Any) -> Any:
-        queued.append(launch(*rows))
-        return queued[-1]
-
-    monkeypatch.setattr(executor, "_launch_next", noting)
 
 
 def test_the_same_tokens_as_step_by_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -193,7 +193,7 @@ def test_rows_with_features_are_drawn_among_others(tmp_path: Path) -> None:
     assert reported.logprobs is not None
 
 
-def _note_queued(llm: LLM, queued: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def note_queued(llm: LLM, queued: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Keep what the executor launches ahead."""
     executor: Any = llm.parts.runtime.executor
     launch = executor._launch_next
@@ -225,7 +225,7 @@ def test_penalties_and_log_probabilities_are_part_of_queued_steps(
     for executor in ("cuda_eager", "cuda_graph"):
         with engine(folder, executor) as llm:
             if executor == "cuda_graph":
-                _note_queued(llm, queued, monkeypatch)
+                note_queued(llm, queued, monkeypatch)
             outputs = [each.outputs[0] for each in llm.generate(asked, params)]
             again = [each.outputs[0] for each in llm.generate(asked[:2], params[:2])]  # in places that others left
             found[executor] = [*outputs, *again]

@@ -77,14 +77,14 @@ class CudaSampler(Sampler):
             logits = self._picked(logits, rows)
         wanted = [row for row, request in enumerate(requests) if request.params.logprobs is not None]
         # Reported log-probabilities are those of the model, before any penalty or filter.
-        asked = send(np.array(wanted, dtype=np.int64), self._device)
-        raw = logits.index_select(0, asked) if wanted else None
+        asked = send(np.array(wanted, dtype=np.int64), self._device) if wanted else None
+        raw = None if asked is None else logits.index_select(0, asked)
         single = {row: logits[row].clone() for row in left}
         self._edits.apply(logits, edits)
         ids = gpu.sample(logits, self._parameters(requests, [len(each) for each in drafted]))
         tops = [requests[row].params.logprobs or 0 for row in wanted]
         report = None
-        if raw is not None:
+        if raw is not None and asked is not None:
             order = torch.arange(len(wanted), dtype=torch.int32, device=self._device)
             report = Report(raw, order, ids.index_select(0, asked), tops)
         impossible = torch.zeros_like(ids)
