@@ -148,6 +148,9 @@ class MemoryCheckpoint:
     def is_quantized(self) -> bool:
         return bool(self.quantization())
 
+    def stores_halves(self) -> bool:
+        return False
+
     def quantization(self) -> dict[str, object]:
         return self._quantization
 

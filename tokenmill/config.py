@@ -92,7 +92,8 @@ class EngineConfig:
     kv_cache_dtype: str | None = automatic(
         str,
         "Data type of the KV cache: float32, float16, bfloat16, fp8, int8, int4, turboquant4, kivi2, ... "
-        "(docs/kv_cache.md lists all). Automatic: float32, on a GPU the type of --dtype.",
+        "(docs/kv_cache.md lists all). Automatic: on a GPU the type of --dtype, on a CPU float32, or float16 where it "
+        "multiplies in that and the weights are rounded as far.",
         metavar="DTYPE",
     )
     kv_native_layers: int | None = automatic(

@@ -52,7 +52,7 @@ class Facts:
     gpu_kernels: bool = False  # compute, in 16-bit floats; everything else computes in float32
     stored_dtype: str = ""  # of the checkpoint, where it says one
     no_float16: str = ""  # why this model, with these options, does not run in float16
-    half_pages: bool = False  # a CPU that computes attention in float16, and weights that are rounded further than that
+    half_pages: bool = False  # a CPU that computes attention in float16, and weights that are rounded as far or further
 
 
 def resolve(config: EngineConfig, facts: Facts | None = None) -> ResolvedConfig:
@@ -80,7 +80,7 @@ def _automatic_values(config: EngineConfig, facts: Facts) -> dict[str, tuple[Any
     if facts.device == "cuda" and "float16" in (config.dtype, None if config.dtype else dtype):
         kv_dtype = ("float16", "the type that is computed in")
     if facts.half_pages:
-        kv_dtype = ("float16", "this CPU multiplies in it, and the weights are rounded further")
+        kv_dtype = ("float16", "this CPU multiplies in it, and the weights are rounded as far")
     page_size = defaults.page_size, place
     if defaults.page_size % facts.page_multiple:
         page_size = facts.page_multiple, f"KV dtype {config.kv_cache_dtype} groups {facts.page_multiple} tokens"

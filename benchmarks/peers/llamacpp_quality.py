@@ -2,10 +2,13 @@
 
     python llamacpp_quality.py quantize SOURCE.gguf OUT.gguf Q4_K_M [--imatrix FILE.gguf]
     python llamacpp_quality.py compare REFERENCE.gguf FILE.gguf ... --text FILE [--context 512] [--chunks 8]
+    python llamacpp_quality.py likeliest FILE.gguf --sequences FILE.json [--batch 512]
 
 `compare` prints JSON: the perplexity of each file and its mean KL divergence from the reference, over the second half
-of each chunk, as llama-perplexity counts them. The importance matrix is handed over as llama-quantize does. Imports
-nothing of ours, so that it runs in an environment of its own. Called by gguf_mixed.py and quantizers.py.
+of each chunk, as llama-perplexity counts them. `likeliest`: of each sequence of tokens, read in batches of so many, the
+two likeliest next tokens of each position with their log-probabilities. The importance matrix is handed over as
+llama-quantize does. Imports nothing of ours, so that it runs in an environment of its own. Called by gguf_mixed.py,
+golden_distance.py and quantizers.py.
 """
 
 from __future__ import annotations
@@ -54,11 +57,12 @@ def _read_imatrix(path: Path) -> dict[str, np.ndarray]:
 
 
 class Model:
-    def __init__(self, path: Path, context: int, threads: int) -> None:
+    def __init__(self, path: Path, context: int, threads: int, batch: int | None = None) -> None:
         self._model = lib.llama_model_load_from_file(str(path).encode(), lib.llama_model_default_params())
         assert self._model, f"llama.cpp cannot load {path}"
         params = lib.llama_context_default_params()
-        params.n_ctx = params.n_batch = params.n_ubatch = context
+        params.n_ctx = params.n_batch = context
+        params.n_ubatch = batch or context
         params.n_threads = params.n_threads_batch = threads
         self._context = lib.llama_init_from_model(self._model, params)
         self._vocabulary = lib.llama_model_get_vocab(self._model)
@@ -124,6 +128,16 @@ def compare(files: list[Path], text: str, context: int, chunks: int, threads: in
     ]
 
 
+def likeliest(path: Path, sequences: list[list[int]], batch: int, threads: int) -> list[list[list[tuple[int, float]]]]:
+    model = Model(path, max(map(len, sequences)), threads, batch)
+    found = []
+    for tokens in sequences:
+        rows = model.log_probabilities(tokens, 0)
+        best = np.argsort(-rows, 1)[:, :2]
+        found.append([[(int(token), float(row[token])) for token in two] for row, two in zip(rows, best, strict=True)])
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, default=2)
@@ -138,11 +152,19 @@ def main() -> None:
     other.add_argument("--text", type=Path, required=True)
     other.add_argument("--context", type=int, default=512)
     other.add_argument("--chunks", type=int, default=8)
+    last = commands.add_parser("likeliest")
+    last.add_argument("file", type=Path)
+    last.add_argument("--sequences", type=Path, required=True)
+    last.add_argument("--batch", type=int, default=512)
     arguments = parser.parse_args()
     lib.llama_log_set(_SILENT, None)
     lib.llama_backend_init()
     if arguments.command == "quantize":
         found: object = quantize(arguments.source, arguments.out, arguments.type, arguments.imatrix, arguments.threads)
+    elif arguments.command == "likeliest":
+        found = likeliest(
+            arguments.file, json.loads(arguments.sequences.read_text()), arguments.batch, arguments.threads
+        )
     else:
         text = arguments.text.read_text(encoding="utf-8")
         found = compare(arguments.files, text, arguments.context, arguments.chunks, arguments.threads)

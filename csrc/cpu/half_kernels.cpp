@@ -1,6 +1,7 @@
-// Whether this CPU multiplies halves. See half_kernels.h.
+// Whether this CPU multiplies halves. See half_kernels.h and half_products.h.
 #include "half_kernels.h"
 
+#include "half_products.h"
 #include "linear.h"
 
 #if defined(__aarch64__) && defined(__linux__)
@@ -12,21 +13,31 @@ namespace tokenmill {
 
 #if defined(TOKENMILL_HAS_NEON_DOTPROD)
 const HalfKernels& neon_half_kernels();
+const HalfProducts& neon_half_products();
+
+namespace {
+bool has_halves() {
+  if (best_isa() == Isa::portable) return false;
+#if defined(__linux__)
+  return getauxval(AT_HWCAP) & HWCAP_ASIMDHP;
+#else
+  return true;  // Apple's processors have them all
 #endif
+}
+}  // namespace
 
 const HalfKernels* half_kernels() {
-  static const HalfKernels* const chosen = []() -> const HalfKernels* {
-#if defined(TOKENMILL_HAS_NEON_DOTPROD)
-    if (best_isa() == Isa::portable) return nullptr;
-#if defined(__linux__)
-    if (!(getauxval(AT_HWCAP) & HWCAP_ASIMDHP)) return nullptr;
-#endif
-    return &neon_half_kernels();  // Apple's processors have them all
-#else
-    return nullptr;
-#endif
-  }();
+  static const HalfKernels* const chosen = has_halves() ? &neon_half_kernels() : nullptr;
   return chosen;
 }
+const HalfProducts* half_products() {
+  static const HalfProducts* const chosen = has_halves() ? &neon_half_products() : nullptr;
+  return chosen;
+}
+
+#else
+const HalfKernels* half_kernels() { return nullptr; }
+const HalfProducts* half_products() { return nullptr; }
+#endif
 
 }  // namespace tokenmill

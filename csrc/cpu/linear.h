@@ -32,13 +32,17 @@ class Linear {
   // One row back as float32, from the packed form (tied embeddings need no second copy).
   virtual void dequantize_row(int64_t row, float* out) const = 0;
 
+  // Products in float32 from now on, where the kernel would multiply in less: what comes is rounded already.
+  virtual void multiply_floats() {}
+
   // Weights with equal kind (and equal cols) can share one activation buffer for the same m.
   virtual int activation_kind(int m) const = 0;
   virtual size_t activation_bytes(int m) const = 0;
   // Prepare rows [begin, end) of x (row stride ldx floats) inside `activations`, which holds m rows. Rows are
   // independent or come in blocks of `activation_row_block`: begin is then a multiple of it.
   virtual int activation_row_block(int m) const = 0;
-  // Whether the activations of m rows are those of each row by itself, of the kind and size for m = 1, one after another.
+  // Whether the activations of m rows are those of each row by itself, of the kind and size for m = 1, one after another;
+  // the size is then a multiple of 64.
   virtual bool activations_by_row(int) const { return false; }  // (m)
   virtual void quantize(const float* x, int64_t ldx, int begin, int end, int m, void* activations) const = 0;
 

@@ -1,11 +1,9 @@
-// F32, F16 and BF16 weights. On aarch64: kept as they lie in the file, multiplied in float32. Elsewhere: which of the
-// packed forms a weight gets.
+// F32, F16 and BF16 weights. On aarch64: kept as they lie in the file, multiplied in float32, or F16 in half precision
+// where the processor has it. Elsewhere: which of the packed forms a weight gets.
 //
-// Bound by memory for one row of activations and by float arithmetic for many; activations stay float32, or become two
-// bfloat16 terms (bfloat_tiles.h). See float_block.h and float_panels.h for the order of the sums.
+// Bound by memory for one row of activations and by float arithmetic for many; activations stay float32, or become halves
+// (half_products.h) or two bfloat16 terms (bfloat_tiles.h). See float_block.h and float_panels.h for the order of the sums.
 #include <algorithm>
-#include <atomic>
-#include <type_traits>
 
 #include "linear_panel.h"
 #if defined(__aarch64__)
@@ -13,6 +11,7 @@
 
 #include "float_block.h"
 #include "float_rows.h"
+#include "half_products.h"
 #else
 #include "bfloat_tiles.h"
 #include "float_panels.h"
@@ -44,39 +43,6 @@ struct AsHalf {
   }
 };
 
-// Finite halves, every second four of them by integer instructions: a conversion takes the pipe of two products, of which
-// the processor has two, and a shift the other. The bits lie in their place in a float, which is then 2^-112 of the value,
-// subnormal halves included; the activations of these four are multiplied by 2^112, so that products are the same bits.
-struct AsMixedHalf : AsHalf {
-  static void eight(const uint16_t* p, Float4* out) {
-    const uint16x8_t bits = vld1q_u16(p);
-    out[0] = (Float4)vcvt_f32_f16(vget_low_f16(vreinterpretq_f16_u16(bits)));
-    const int32x4_t shifted = vshll_high_n_s16(vreinterpretq_s16_u16(bits), 13);
-    out[1] = (Float4)vandq_s32(shifted, vdupq_n_s32(static_cast<int32_t>(0x8fffffffu)));
-  }
-};
-
-// As AsMixedHalf wants them: those of whole lines of weights. False where one is too large for it.
-bool raise(const float* x, int64_t cols, float* out) {
-  float32x4_t largest = vdupq_n_f32(0);
-  int64_t k = 0;
-  for (const int64_t end = cols / 32 * 32; k < end; k += 8) {
-    const Float4 low = load4(x + k), high = load4(x + k + 4);
-    const Float4 raised = high * 0x1p112f;
-    std::memcpy(out + k, &low, 16);
-    std::memcpy(out + k + 4, &raised, 16);
-    largest = vmaxq_f32(largest, vabsq_f32((float32x4_t)high));
-  }
-  std::copy(x + k, x + cols, out + k);
-  return vmaxvq_f32(largest) < 0x1p15f;
-}
-
-bool all_finite(const uint16_t* halves, size_t count) {
-  uint16_t largest = 0;
-  for (size_t i = 0; i < count; ++i) largest = std::max<uint16_t>(largest, halves[i] & 0x7fff);
-  return largest < 0x7c00;
-}
-
 constexpr int kTokens = 64;  // activations multiplied at a time
 
 template <class Type>
@@ -95,52 +61,37 @@ class PlainLinear final : public WithFloatRows<Linear> {
     const size_t row_bytes = size_t(cols) * size_t(format_.bytes);
     std::memcpy(storage_.data() + size_t(begin) * row_bytes,
                 static_cast<const uint8_t*>(data) + size_t(begin) * row_bytes, size_t(end - begin) * row_bytes);
-    if constexpr (kHalf)
-      if (!all_finite(weights(begin), size_t((end - begin) * cols))) finite_.store(false, std::memory_order_relaxed);
   }
   void dequantize_row(int64_t row, float* out) const override { dequantize(format_, weights(row), cols, out); }
 
   int num_tiles(int) const override { return int((rows + tile_rows() - 1) / tile_rows()); }
-  // Many rows: 4 rows of the weight are widened once for all of them. Few, of halves: a copy of the activations.
-  size_t scratch_bytes(int m) const override {
-    return widens(m) ? size_t(cols) * 16 : kHalf && m < kFew ? size_t(m) * size_t(cols) * 4 : 0;
-  }
+  // Many rows: 4 rows of the weight are widened once for all of them.
+  size_t scratch_bytes(int m) const override { return widens(m) ? size_t(cols) * 16 : 0; }
 
   void run_tile(int tile, int m, const void* activations, const float* bias, float* y, int64_t ldy,
                 void* scratch) const override {
     const float* x = static_cast<const float*>(activations);
-    if constexpr (kHalf) {
-      if (m < kFew && finite_.load(std::memory_order_relaxed)) {
-        float* raised = static_cast<float*>(scratch);
-        bool fits = true;
-        for (int t = 0; t < m; ++t) fits = raise(x + t * cols, cols, raised + t * cols) && fits;
-        if (fits) return run_rows<AsMixedHalf>(tile, m, raised, bias, y, ldy);
-      }
-    }
     // A block of activations stays near while all rows of the tile pass over it.
     for (int t = 0; t < m; t += kTokens) {
       const int count = std::min(kTokens, m - t);
       if (widens(m)) {
         run_block(tile, count, x + t * cols, bias, y + t * ldy, ldy, static_cast<float*>(scratch));
       } else {
-        run_rows<Type>(tile, count, x + t * cols, bias, y + t * ldy, ldy);
+        run_rows(tile, count, x + t * cols, bias, y + t * ldy, ldy);
       }
     }
   }
 
  private:
   using Storage = typename Type::Storage;
-  static constexpr bool kHalf = std::is_same_v<Type, AsHalf>;
-  static constexpr int kFew = 4;  // rows of activations that are multiplied one by one
 
   // The weight is read as it lies.
-  template <class As>
   void run_rows(int tile, int m, const float* x, const float* bias, float* y, int64_t ldy) const {
     const int64_t last = std::min((tile + 1) * tile_rows(), rows);
     int64_t row = tile * tile_rows();
     const auto add = [&] { return bias ? bias + row : nullptr; };
-    for (; row + 4 <= last; row += 4) rows_of<As, 4, true>(weights(row), x, m, cols, add(), y + row, ldy);
-    for (; row < last; ++row) rows_of<As, 1>(weights(row), x, m, cols, add(), y + row, ldy);
+    for (; row + 4 <= last; row += 4) rows_of<Type, 4, true>(weights(row), x, m, cols, add(), y + row, ldy);
+    for (; row < last; ++row) rows_of<Type, 1>(weights(row), x, m, cols, add(), y + row, ldy);
   }
 
   void run_block(int tile, int m, const float* x, const float* bias, float* y, int64_t ldy, float* wide) const {
@@ -166,14 +117,15 @@ class PlainLinear final : public WithFloatRows<Linear> {
   const QuantFormat& format_;
   std::string name_;
   AlignedBytes storage_;
-  std::atomic<bool> finite_{true};  // of halves
 };
 
 }  // namespace
 
-std::unique_ptr<Linear> make_plain_linear(const QuantFormat& format, int64_t rows, int64_t cols, Isa) {
+std::unique_ptr<Linear> make_plain_linear(const QuantFormat& format, int64_t rows, int64_t cols, Isa isa) {
   if (format.bytes == 4) return std::make_unique<PlainLinear<AsFloat>>(format, rows, cols);
   if (format.name[0] == 'B') return std::make_unique<PlainLinear<AsBfloat>>(format, rows, cols);
+  const HalfProducts* products = isa == Isa::portable ? nullptr : half_products();
+  if (products && cols % kHalfLanes == 0) return make_half_linear(rows, cols, *products);
   return std::make_unique<PlainLinear<AsHalf>>(format, rows, cols);
 }
 

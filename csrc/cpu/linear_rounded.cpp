@@ -128,6 +128,7 @@ std::unique_ptr<Linear> round_inputs(std::unique_ptr<Linear> linear, const std::
     if (why) *why = std::string(linear->kernel()) + " cannot take the code -128 of a fixed input scale";
     return nullptr;
   }
+  linear->multiply_floats();
   for (int m : {1, 4, 1024}) {
     const int form = linear->activation_kind(m);
     // One set of activations, in a form that is known here: a precise weight would read a second one.

@@ -64,8 +64,9 @@ def test_every_block_type(mix: str, source: Path, all_chosen: Path, tmp_path: Pa
     path = tmp_path / "model.gguf"
     quantize_gguf(open_checkpoint(source if mix in _FLOATS else all_chosen), path, mix)
     spec, program = (engine_logits(path, IDS, executor) for executor in ("eager", "recorded"))
-    # Activations are rounded to int8 in blocks where weights are integers.
-    assert _distance(program, spec) < (1e-5 if mix in _FLOATS else 0.05)
+    # Activations are rounded to int8 in blocks where weights are integers, to halves where the CPU multiplies them.
+    halves = mix == "F16" and cpu.multiplies_halves(8)
+    assert _distance(program, spec) < (1e-2 if halves else 1e-5 if mix in _FLOATS else 0.05)
 
 
 def test_a_token_has_the_same_experts_alone_and_in_a_batch(source: Path, tmp_path: Path) -> None:

@@ -59,6 +59,10 @@ class Checkpoint(Protocol):
         """Whether most of its weights are codes of fewer bits than a float."""
         ...
 
+    def stores_halves(self) -> bool:
+        """Whether most of its weights are float16."""
+        ...
+
     def quantization(self) -> dict[str, object]:
         """`quantization_config` of a safetensors checkpoint; empty for GGUF and plain ones."""
         ...

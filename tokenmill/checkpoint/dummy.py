@@ -53,5 +53,8 @@ class DummyCheckpoint:
     def is_quantized(self) -> bool:
         return bool(self._quantization)
 
+    def stores_halves(self) -> bool:
+        return not self._quantization and self.float_type() == "float16"
+
     def quantization(self) -> dict[str, object]:
         return self._quantization

@@ -7,7 +7,7 @@ converted or copied. Opened through open.py.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -138,8 +138,15 @@ class GGUFCheckpoint:
         return ""  # types of tensors say how they are stored, not what the model was trained to compute in
 
     def is_quantized(self) -> bool:
-        values = [(math.prod(entry.shape), entry.layout.is_block) for entry in self._entries.values()]
-        return 2 * sum(count for count, coded in values if coded) > sum(count for count, _coded in values)
+        return self._most(lambda layout: layout.is_block)
+
+    def stores_halves(self) -> bool:
+        return self._most(lambda layout: layout.name == "F16")
+
+    def _most(self, holds: Callable[[GGMLType], bool]) -> bool:
+        """Whether it holds for the types of most weights."""
+        counts = [(math.prod(entry.shape), holds(entry.layout)) for entry in self._entries.values()]
+        return 2 * sum(count for count, held in counts if held) > sum(count for count, _held in counts)
 
     def quantization(self) -> dict[str, object]:
         return {}

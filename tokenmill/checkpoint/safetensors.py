@@ -180,6 +180,10 @@ class SafetensorsCheckpoint:
     def is_quantized(self) -> bool:
         return bool(self.quantization())
 
+    def stores_halves(self) -> bool:
+        values = [(math.prod(entry.shape), _DTYPES[entry.type_name][0]) for entry in self._entries.values()]
+        return 2 * sum(count for count, dtype in values if dtype == "float16") > sum(count for count, _dtype in values)
+
     def quantization(self) -> dict[str, object]:
         text = self._config.get("text_config")
         for config in (self._config, text if isinstance(text, dict) else {}):

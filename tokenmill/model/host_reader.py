@@ -68,6 +68,9 @@ class ArrayCheckpoint:
     def is_quantized(self) -> bool:
         return self._checkpoint.is_quantized()
 
+    def stores_halves(self) -> bool:
+        return self._checkpoint.stores_halves()
+
     def quantization(self) -> dict[str, object]:
         return self._checkpoint.quantization()
 

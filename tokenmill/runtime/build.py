@@ -114,11 +114,12 @@ def find_facts(
 
 
 def _suits_halves(checkpoint: Checkpoint, config: EngineConfig, device: Device) -> bool:
-    """Whether KV pages of float16 are faster than of float32, and lose less than the weights have."""
+    """Whether KV pages of float16 are faster than of float32, and lose no more than the weights have."""
     if cpu.unavailable(device) is not None or candidate_backends(config.kernels or "")[0] != "cpu":
         return False
     heads = [layer.head_dim for layer in checkpoint.description.kv_layers() if layer.head_dim]
-    return checkpoint.is_quantized() and all(cpu.multiplies_halves(head_dim) for head_dim in heads)
+    rounded = checkpoint.is_quantized() or checkpoint.stores_halves()
+    return rounded and all(cpu.multiplies_halves(head_dim) for head_dim in heads)
 
 
 def build_runtime(checkpoint: Checkpoint, config: ResolvedConfig, device: Device, seat: Seat | None = None) -> Runtime:

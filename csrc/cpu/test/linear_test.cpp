@@ -68,7 +68,7 @@ void check(const Linear& linear, const std::vector<float>& weights, int m, float
         want += double(w[k]) * v[k];
         magnitude += std::fabs(double(w[k]) * v[k]);
       }
-      double bound = magnitude * (kind == kTwoTermKind ? 1e-5 : 2e-6) + 1e-30;
+      double bound = magnitude * 2 * float_error(kind) + 1e-30;
       if (integer) bound += rounding_bound(w, v, linear.cols, kind % 1000, kind > 1000 && kind % 1000 == 128);
       const double got = y[size_t(t * linear.rows + row)];
       if (!(std::fabs(got - want) <= bound))
