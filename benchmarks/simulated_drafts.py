@@ -40,13 +40,12 @@ from benchmarks.gpu_vs_vllm import CONFIG, VARIANTS, write_model
 from tokenmill import LLM, SamplingParams
 from tokenmill.checkpoint.open import open_source
 from tokenmill.model.loader import LoadedModel, load_model
-from tokenmill.runtime.executors.base import Draft, StepGuesser
+from tokenmill.runtime.executors.base import Draft, Executor, StepGuesser
 from tokenmill.runtime.speculation.base import Drafter, Target
 from tokenmill.runtime.speculation.draft_model import DraftModel
 from tokenmill.runtime.speculation.head_modules import build_head
 from tokenmill.runtime.speculation.heads import HeadDrafter
-from tokenmill.runtime.speculation.length import DraftLengths
-from tokenmill.runtime.speculation.speculator import Speculator
+from tokenmill.runtime.speculation.speculator import Speculator, captured_sizes
 from tokenmill.runtime.speculation.training import TrainingPlan, save_head
 from tokenmill.types import Batch, ScheduledTokens
 
@@ -167,10 +166,14 @@ def start(kind: str, folder: Path, config: dict[str, Any], options: argparse.Nam
         device, context = runtime.model.device, llm.parts.config.context
         loaded = load_model(open_source(small, "dummy"), device, context, llm.parts.config.kernels)
         make_counting(loaded)
-        runtime.runner.speculator = Speculator(ByModel(guesses, DraftModel(loaded, target)), runtime.executor.sampler)
+        runtime.runner.speculator = speculate_by(ByModel(guesses, DraftModel(loaded, target)), runtime.executor)
     else:
-        runtime.runner.speculator = Speculator(LookedUp(guesses), runtime.executor.sampler)
+        runtime.runner.speculator = speculate_by(LookedUp(guesses), runtime.executor)
     return llm, guesses
+
+
+def speculate_by(drafter: Drafter, executor: Executor) -> Speculator:
+    return Speculator(drafter, executor.sampler, padded=captured_sizes(executor))
 
 
 def kv_bytes(config: dict[str, Any]) -> int:
@@ -239,7 +242,7 @@ def measure(kind: str, llm: LLM, guesses: Guesses, options: argparse.Namespace, 
         runner.speculator = speculator
         for acceptance in options.acceptance:
             guesses.set(acceptance)
-            speculator.lengths = DraftLengths()
+            speculator.forget()
             run(llm, prompts, options.tokens)
             found = run(llm, prompts, options.tokens)
             row = {"drafts": kind, "rows": rows, "acceptance": acceptance, "without": plain["tok_s"]}

@@ -234,6 +234,10 @@ class Executor(ABC, Generic[Array]):
     takes_trees: bool = False  # drafts may have parents
     adapters: AdapterBank | None = None  # what the adapter slots of rows refer to, after `hold_adapters`
 
+    def padded(self, num_tokens: int) -> int:
+        """What a step that verifies drafts is padded to, so many tokens in all."""
+        return num_tokens
+
     @abstractmethod
     def step(self, work: StepInput) -> StepOutput[Array]:
         """Compute the tokens of all rows and store their keys and values."""

@@ -8,7 +8,7 @@ load is noticed at a cost of well under one percent. Imports no torch. Called by
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
 
@@ -87,8 +87,9 @@ class Acceptance:
 
 
 class DraftLengths:
-    def __init__(self) -> None:
-        self.costs = StepCosts()
+    def __init__(self, padded: Callable[[int], int] | None = None) -> None:
+        """`padded`: what a step of so many tokens is padded to."""
+        self.costs = StepCosts(padded)
         self.acceptance = Acceptance()
         self._gap = _MIN_GAP
         self._since_trial = 0

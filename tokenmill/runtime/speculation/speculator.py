@@ -8,11 +8,12 @@ too, and the one of more promise is taken. Knows neither logits nor pages. Calle
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from tokenmill.errors import UserError, unknown_name
-from tokenmill.runtime.executors.base import Draft, TokenSampler
+from tokenmill.runtime.executors.base import Draft, Executor, TokenSampler
 from tokenmill.runtime.speculation import DRAFTERS
 from tokenmill.runtime.speculation.base import Drafter, Target
 from tokenmill.runtime.speculation.gate import Decision, DraftGate
@@ -38,6 +39,8 @@ _MAX_GRAMMAR_LOSS = -0.15  # of the time: long texts inside an output have no dr
 _WORTH_WAITING = 0.25
 _AUTOMATIC = "suffix"  # the drafter of `auto`: of those that need no model the one that was measured to gain most
 _UNSETTLED_STEPS = 2  # not timed, after a change between drafts and none: no step was queued ahead of them
+# Not timed, of each size where steps are captured: the first one compiles, the second captures.
+_UNCAPTURED_STEPS = 2
 
 
 def build_speculator(target: Target) -> Speculator | None:
@@ -51,7 +54,12 @@ def build_speculator(target: Target) -> Speculator | None:
     sampler = target.executor.sampler
     grammars = GrammarDrafter(sampler) if config.jump_forward else None
     gate = DraftGate(_AUTOMATIC) if config.speculate == "auto" else None
-    return Speculator(drafter, sampler, grammars=grammars, gate=gate, queues=target.executor.lookahead > 0)
+    return Speculator(drafter, sampler, grammars=grammars, gate=gate, padded=captured_sizes(target.executor))
+
+
+def captured_sizes(executor: Executor[Any]) -> Callable[[int], int] | None:
+    """`padded` of a Speculator."""
+    return executor.padded if executor.lookahead > 0 else None
 
 
 def _build_drafter(target: Target) -> Drafter:
@@ -82,20 +90,20 @@ class Speculator:
         clock: Callable[[], float] = time.perf_counter,
         grammars: GrammarDrafter | None = None,
         gate: DraftGate | None = None,
-        queues: bool = False,
+        padded: Callable[[int], int] | None = None,
     ) -> None:
-        """`gate`: decides by measured gain whether the drafter is asked at all. `queues`: steps without drafts are
-        queued behind each other."""
+        """`gate`: decides by measured gain whether the drafter is asked at all. `padded`: where steps are captured, and
+        those without drafts queued behind each other, what one of so many tokens is padded to."""
         self.drafter = drafter
         self.grammars = grammars
         self.gate = gate
-        self.lengths = DraftLengths()
+        self.lengths = DraftLengths(padded)
         self._grammar_gate = DraftGate("grammar", _MAX_GRAMMAR_LOSS)
         self._asks_drafter = self.drafts_all  # in this step
         self._from_grammar: set[int] = set()  # rows of this step whose draft is a grammar's
         self._grammar_seconds: float | None = None  # that they took to draft; None: they were not asked
         self._sampler = sampler
-        self._queues = queues
+        self._padded = padded
         self._clock = clock
         self._ended = 0.0  # clock at the end of the last step
         self._began = 0.0  # clock at the start of this step, after drafting
@@ -104,6 +112,7 @@ class Speculator:
         self._fruitless = 0  # tokens per sequence since a draft was accepted
         self._steps_alike = 0  # consecutive steps with drafts, or without
         self._drafted = False  # whether the last step had drafts
+        self._num_seen: Counter[int] = Counter()  # steps by what they are padded to
 
     @property
     def drafts_all(self) -> bool:
@@ -171,7 +180,7 @@ class Speculator:
         if decodes:
             num_tokens = len(rows) + sum(len(draft.token_ids) for draft in drafts.values())
             result.saved_seconds = self._gain(len(rows), drafts, result, seconds)
-            if not self.drafter.guessed_depth or self._steps_alike >= _UNSETTLED_STEPS:
+            if self._is_timed(num_tokens):
                 self.lengths.costs.record(num_tokens, seconds)
         if self.grammars is not None:
             for number, row in enumerate(rows):
@@ -180,6 +189,20 @@ class Speculator:
                     self.grammars.observe(row.request, [each for each in came if each is not None])
         accepted = [result.accepted.get(number, []) for number in drafts]
         self.lengths.learn([rows[number].request for number in drafts], list(drafts.values()), accepted)
+
+    def _is_timed(self, num_tokens: int) -> bool:
+        """Whether the step took as long as the next one like it will."""
+        if self.drafter.guessed_depth:
+            return self._steps_alike >= _UNSETTLED_STEPS
+        if self._padded is None:
+            return True
+        size = self._padded(num_tokens)
+        self._num_seen[size] += 1
+        return self._num_seen[size] > _UNCAPTURED_STEPS
+
+    def forget(self) -> None:
+        """What was measured: the load is another one."""
+        self.lengths = DraftLengths(self._padded)
 
     def _may_ask_drafter(self, num_rows: int) -> bool:
         return self.drafts_all and (self.gate is None or self.gate.lets_through(num_rows))
@@ -227,7 +250,7 @@ class Speculator:
                 draft.cut(length)
                 proposed[number] = draft
         promised = sum(map(_promise, proposed.values()))
-        if self._queues and not self._asks_drafter and promised < _WORTH_WAITING * len(rows):
+        if self._padded is not None and not self._asks_drafter and promised < _WORTH_WAITING * len(rows):
             return {}
         return proposed
 

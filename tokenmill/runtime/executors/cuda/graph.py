@@ -112,6 +112,9 @@ class CudaGraphExecutor(CudaEagerExecutor):
             hidden = self._prompts.forward(batch)
         return super().forward(batch) if hidden is None else hidden
 
+    def padded(self, num_tokens: int) -> int:
+        return next((bucket for bucket in self._buckets if bucket >= num_tokens), num_tokens)
+
     @torch.inference_mode()
     def step(self, work: StepInput) -> StepOutput[Tensor]:
         bank = self.adapters
@@ -347,7 +350,7 @@ class CudaGraphExecutor(CudaEagerExecutor):
     def _launch(self, requests: list[Request], guesses: bool) -> LaunchedStep:
         """Launch the step whose inputs were filled last; rows and pages are for the caller to enter."""
         inputs = self._inputs
-        rows = next(bucket for bucket in self._buckets if bucket >= len(requests))
+        rows = self.padded(len(requests))
         penalized = self._features.penalized
         hidden = self._run(StepKind(rows, inputs.prefixes, inputs.filtered, guesses, inputs.adapted, penalized))
         reports = self._features.report(self._logits, inputs.sampled)
