@@ -1,6 +1,6 @@
 // Storage of F16 weights in panels and their division among threads. See half_products.h.
 //
-// Where a weight is too large for sums of halves, or the input is rounded already, four rows at a time are widened and
+// Where weights are too large for sums of halves, or the input is rounded already, four rows at a time are widened and
 // multiplied in float32.
 #include <algorithm>
 #include <atomic>
@@ -30,19 +30,19 @@ class HalfLinear final : public WithFloatRows<Linear> {
   int pack_row_block() const override { return kHalfRows; }
   void pack_rows(const void* data, int64_t begin, int64_t end) override {
     const auto* from = static_cast<const uint16_t*>(data);
-    uint16_t largest = 0;
     for (int64_t row = begin; row < end; row += kHalfRows) {
       const int64_t valid = std::min<int64_t>(kHalfRows, rows - row);
       for (int64_t k = 0; k < cols; k += kHalfLanes)
         for (int64_t r = 0; r < valid; ++r)
           std::memcpy(panel(row) + k * kHalfRows + r * kHalfLanes, from + (row + r) * cols + k, kHalfLanes * 2);
-      for (int64_t i = 0; i < valid * cols; ++i) largest = std::max<uint16_t>(largest, from[row * cols + i] & 0x7fff);
+      for (int64_t r = row; r < row + valid; ++r)
+        if (!products_.fits(from + r * cols, cols)) multiply_floats();
     }
-    if (largest >= kHalfFour) multiply_floats();
   }
   void dequantize_row(int64_t row, float* out) const override {
-    for (int64_t k = 0; k < cols; ++k)
-      out[k] = half_to_float(panel(row)[(k / kHalfLanes * kHalfRows + row % kHalfRows) * kHalfLanes + k % kHalfLanes]);
+    const uint16_t* from = panel(row) + row % kHalfRows * kHalfLanes;
+    for (int64_t k = 0; k < cols; k += kHalfLanes)
+      float_kernels().half_to_float(from + k * kHalfRows, out + k, kHalfLanes);
   }
   void multiply_floats() override { halves_.store(false, std::memory_order_relaxed); }
 

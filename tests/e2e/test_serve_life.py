@@ -318,7 +318,7 @@ class _Chaos:
 
 def test_chaos(steady: RunningServer) -> None:
     text = _first_answer(steady)
-    chaos = _Chaos(steady, 20)
+    chaos = _Chaos(steady, 8)
     failures: list[BaseException] = []
 
     def run(seed: int) -> None:

@@ -38,13 +38,13 @@ def _probe(strategy: Any, num_examples: int) -> int:
     return len(cases)
 
 
-@pytest.mark.parametrize("num_examples", [6, pytest.param(12, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_examples", [3, pytest.param(12, marks=pytest.mark.slow)])
 def test_no_document_breaks_the_server(model_path: Callable[[str], Path], num_examples: int, tmp_path: Path) -> None:
     flags = ("--context", "128", "--concurrency", "8", "--no-access-log", "--files-dir", str(tmp_path))
     with serving(model_path("stories15m"), *flags) as server:
         schema = schemathesis.openapi.from_url(f"{server.url}/openapi.json")
         operations = [operation.ok() for operation in schema.get_all_operations()]
         num_cases = sum(_probe(operation.as_strategy(), num_examples) for operation in operations)
-        assert num_cases > 50
+        assert num_cases > 8 * num_examples
         server.wait_idle()
         assert server.http.get("/health").status_code == 200

@@ -16,6 +16,21 @@ namespace {
 
 constexpr int64_t kSummed = 128;  // columns that are summed as halves
 
+constexpr float kLargestSum = 512;
+
+bool fits(const uint16_t* weights, int64_t cols) {
+  for (int64_t begin = 0; begin < cols; begin += kSummed) {
+    float32x4_t sums[2] = {vdupq_n_f32(0), vdupq_n_f32(0)};
+    for (int64_t k = begin; k < std::min(begin + kSummed, cols); k += 8) {
+      const float16x8_t sizes = vabsq_f16(load_halves(weights + k));
+      sums[0] = vaddq_f32(sums[0], vcvt_f32_f16(vget_low_f16(sizes)));
+      sums[1] = vaddq_f32(sums[1], vcvt_high_f32_f16(sizes));
+    }
+    if (!(vaddvq_f32(vaddq_f32(sums[0], sums[1])) < kLargestSum)) return false;
+  }
+  return true;
+}
+
 void convert_row(const float* x, int64_t cols, uint16_t* out) {
   float32x4_t largest[2] = {vdupq_n_f32(0), vdupq_n_f32(0)};
   for (int64_t k = 0; k < cols; k += 8)
@@ -111,7 +126,7 @@ void multiply(const uint16_t* w, int64_t rows, const uint16_t* x, int tokens, in
 }  // namespace
 
 const HalfProducts& neon_half_products() {
-  static const HalfProducts products = {convert_row, multiply};
+  static const HalfProducts products = {fits, convert_row, multiply};
   return products;
 }
 

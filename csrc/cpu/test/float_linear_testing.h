@@ -40,10 +40,10 @@ inline bool run_guarded(const Linear& linear, const float* x, int m, const float
 // What is wrong, or nothing. Every row alone gives the bits that it has among others.
 inline std::string check_float_linear(const std::string& type, FloatShape shape,
                                       const std::function<std::unique_ptr<Linear>(const QuantFormat&)>& make,
-                                      int most_rows, std::mt19937& random) {
+                                      int most_rows, std::mt19937& random, float magnitude = 0.02f) {
   const QuantFormat& format = *find_quant_format(type);
   const int64_t rows = shape.rows, cols = shape.cols;
-  const std::vector<uint8_t> data = random_weights(format, rows, cols, 0.02f, random);
+  const std::vector<uint8_t> data = random_weights(format, rows, cols, magnitude, random);
   const auto linear = make(format);
   for (int64_t row = 0; row < rows; row += linear->pack_row_block())
     linear->pack_rows(data.data(), row, std::min<int64_t>(rows, row + linear->pack_row_block()));

@@ -243,8 +243,10 @@ void check_floats(Isa isa, std::mt19937& random) {
       const auto make = [&](const QuantFormat&) {
         return make_linear(type, shape.rows, shape.cols, isa, nullptr);
       };
-      const std::string wrong = check_float_linear(type, shape, make, kBrief ? 9 : 70, random);
-      if (!wrong.empty()) fail(std::string(isa_name(isa)) + " " + wrong);
+      for (float magnitude : {0.02f, 30.0f}) {  // the second leaves the range of halves
+        const std::string wrong = check_float_linear(type, shape, make, kBrief ? 9 : 70, random, magnitude);
+        if (!wrong.empty()) fail(std::string(isa_name(isa)) + " " + wrong);
+      }
     }
 }
 

@@ -242,10 +242,8 @@ class CudaGraphExecutor(CudaEagerExecutor):
         return [*decodes] if prompts is None else [*prompts.rare_kinds(), *decodes, *prompts.likely_kinds()]
 
     def _prompt_steps(self) -> PromptSteps:
-        config = self.config
-        inputs = PromptInputs(
-            self.store.layout, config.batch_tokens, config.concurrency, self._context, self.model.device
-        )
+        config, layout = self.config, self.store.layout
+        inputs = PromptInputs(layout, config.batch_tokens, config.concurrency, self._context, self.model.device)
 
         def compute(batch: Batch) -> Tensor:
             ops: Any = CudaOps(self.store, self.table, batch, adapters=self.adapters, replaces=False)
@@ -350,8 +348,7 @@ class CudaGraphExecutor(CudaEagerExecutor):
     def _launch(self, requests: list[Request], guesses: bool) -> LaunchedStep:
         """Launch the step whose inputs were filled last; rows and pages are for the caller to enter."""
         inputs = self._inputs
-        rows = self.padded(len(requests))
-        penalized = self._features.penalized
+        rows, penalized = self.padded(len(requests)), self._features.penalized
         hidden = self._run(StepKind(rows, inputs.prefixes, inputs.filtered, guesses, inputs.adapted, penalized))
         reports = self._features.report(self._logits, inputs.sampled)
         ids, drafts, event = inputs.receive(guesses)
