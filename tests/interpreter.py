@@ -8,16 +8,26 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, TypeVar
 
 import pytest
 import torch
 
 _ROOT = Path(__file__).parents[1]
+Test = TypeVar("Test", bound=Callable[..., Any])
 
 
 # Cases that take seconds here and nothing on a GPU, each beside a smaller one of the same kernel.
 slow_interpreted = [pytest.mark.slow] if os.environ.get("TRITON_INTERPRET") == "1" else []
+
+
+def slow_if_interpreted(test: Test) -> Test:
+    """Of a whole test, as a decorator."""
+    for mark in slow_interpreted:
+        test = mark(test)
+    return test
 
 
 def assert_passes_interpreted(config: pytest.Config, *files: Path) -> None:

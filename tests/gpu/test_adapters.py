@@ -14,6 +14,7 @@ if os.environ.get("TRITON_INTERPRET") != "1" and not torch.cuda.is_available():
 
 from tests.gpu.models import write_config
 from tests.gpu.test_executors import SHALLOW
+from tests.interpreter import slow_if_interpreted, slow_interpreted
 from tokenmill.checkpoint.adapters.adapter import EMBEDDING, Adapter, AdapterMatrix
 from tokenmill.checkpoint.adapters.fit import HEAD, module_shapes
 from tokenmill.checkpoint.description import ModelDescription
@@ -26,7 +27,6 @@ from tokenmill.types import Request, SamplingParams, ScheduledTokens
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 _PAGES, _PAGE_SIZE = 4, 16
-EXECUTORS = ["cuda_eager", "cuda_graph"]
 
 
 def adapter(description: ModelDescription, rank: int, targets: tuple[str, ...], seed: int) -> Adapter:
@@ -120,8 +120,8 @@ def _loaded(folder: Path, executor: str) -> Runtime:
 MIXTURES = [[1, 0, 2, 1], [3, 0, 1, 2], [2, 2, 2, 2]]
 
 
-@pytest.mark.parametrize("name", ["llama", "stablelm"])  # the second has biases
-@pytest.mark.parametrize("executor", EXECUTORS)
+@pytest.mark.parametrize("name", ["llama", pytest.param("stablelm", marks=slow_interpreted)])  # the second has biases
+@pytest.mark.parametrize("executor", ["cuda_graph", pytest.param("cuda_eager", marks=slow_interpreted)])
 def test_mixtures_equal_the_reference(name: str, executor: str, tmp_path: Path) -> None:
     folder = write_config(tmp_path, name, **SHALLOW[name])
     spec, own = _loaded(folder, "eager"), _loaded(folder, executor)
@@ -133,6 +133,7 @@ def test_mixtures_equal_the_reference(name: str, executor: str, tmp_path: Path) 
     assert torch.equal(logits(own, [0] * 4), logits(build(folder, executor), [0] * 4))
 
 
+@slow_if_interpreted
 def test_a_slot_can_be_cleared_between_steps(tmp_path: Path) -> None:
     folder = write_config(tmp_path, "llama", **SHALLOW["llama"])
     own = _loaded(folder, "cuda_graph")
@@ -143,6 +144,7 @@ def test_a_slot_can_be_cleared_between_steps(tmp_path: Path) -> None:
     assert torch.equal(logits(own, [1] * 4), first)
 
 
+@slow_if_interpreted
 def test_a_captured_step_does_not_remember_whole_matrices_of_another_slot(tmp_path: Path) -> None:
     folder = write_config(tmp_path, "llama", **SHALLOW["llama"])
     own, fresh = _loaded(folder, "cuda_graph"), build(folder, "cuda_graph")

@@ -16,6 +16,7 @@ import pytest
 from benchmarks.made_up_tokenizer import write_tokenizer
 from tests.gpu.models import write_config
 from tests.gpu.test_executors import ON_GPU, SHALLOW, engine, note_queued, prompts
+from tests.interpreter import slow_if_interpreted
 from tokenmill import SamplingParams
 from tokenmill.runtime.sampling.features import grammar
 from tokenmill.types import StructuredSpec
@@ -87,6 +88,7 @@ def test_rows_that_a_grammar_leaves_are_drawn_by_the_step_again(
     assert found[0] == found[1]
 
 
+@slow_if_interpreted
 def test_a_token_that_the_host_chose_drops_the_queued_step(tmp_path: Path) -> None:
     """Another feature bans what the grammar allows: the grammar's tokens come first, and the step that was queued with
     another token is computed again."""
@@ -102,6 +104,7 @@ def test_a_token_that_the_host_chose_drops_the_queued_step(tmp_path: Path) -> No
     assert dropped > 0
 
 
+@slow_if_interpreted
 def test_masks_of_many_rows_are_computed_by_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grammar, "_THREADS", 3)
     folder, asked = model(tmp_path), prompts(7, 6)
@@ -115,6 +118,7 @@ def test_masks_of_many_rows_are_computed_by_threads(tmp_path: Path, monkeypatch:
     assert all(re.fullmatch("([a-z ]{1,8},)*[a-z ]{0,8}", text) for text in together)
 
 
+@slow_if_interpreted
 def test_drafts_of_grammars_still_hold(tmp_path: Path) -> None:
     """Steps with drafts between steps that are queued: the same tokens as without."""
     folder, asked = model(tmp_path), prompts(2, 9)

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from tests.gpu.models import greedy, worst_choice, write_config
+from tests.interpreter import slow_interpreted
 from tokenmill import LLM, SamplingParams
 from tokenmill.errors import UserError
 from tokenmill.runtime.executors.cuda import prefix_runs
@@ -76,7 +77,11 @@ def same_weights(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("same_weights")
 @pytest.mark.parametrize(
-    "name", ["llama", *(["qwen3"] if ON_GPU else []), "gemma3", "deepseek3", "stablelm", "gpt2", "olmo2", "gpt_oss"]
+    "name",
+    [
+        *("llama", *(["qwen3"] if ON_GPU else []), "gemma3", "deepseek3"),
+        *(pytest.param(name, marks=slow_interpreted) for name in ("stablelm", "gpt2", "olmo2", "gpt_oss")),
+    ],
 )
 def test_greedy_tokens_are_those_of_the_spec_up_to_near_ties(tmp_path: Path, name: str) -> None:
     folder = config(tmp_path, name)
@@ -91,7 +96,7 @@ def test_greedy_tokens_are_those_of_the_spec_up_to_near_ties(tmp_path: Path, nam
 
 
 @pytest.mark.usefixtures("same_weights")
-@pytest.mark.parametrize("pages", ["float16", "fp8"])
+@pytest.mark.parametrize("pages", ["float16", pytest.param("fp8", marks=slow_interpreted)])
 def test_float16_by_the_checkpoint_is_closer_to_the_spec(tmp_path: Path, pages: str) -> None:
     """Three bits more than bf16: a checkpoint that says float16 is computed in it, with pages of that type."""
     folder = write_config(tmp_path, torch_dtype="float16", **({} if ON_GPU else SHALLOW["llama"]))
@@ -133,7 +138,7 @@ def test_float8_in_blocks_is_captured_and_stays_close(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("same_weights")
-@pytest.mark.parametrize("dtype", ["fp8", "fp8_per_token_head"])
+@pytest.mark.parametrize("dtype", ["fp8", pytest.param("fp8_per_token_head", marks=slow_interpreted)])
 def test_latent_rows_in_eight_bits_stay_close(tmp_path: Path, dtype: str) -> None:
     """By the kernel, and by the torch spec where there is none."""
     folder, asked = config(tmp_path, "deepseek3"), prompts(2)
