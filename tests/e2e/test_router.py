@@ -177,7 +177,7 @@ def test_tenants_keep_their_own_caches(model_path: Callable[[str], Path], tmp_pa
         assert matched("nobody") == 0
 
 
-@pytest.mark.parametrize("number", [6, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("number", [12, pytest.param(200, marks=pytest.mark.slow)])
 def test_no_stream_ends_with_a_killed_replica(model_path: Callable[[str], Path], number: int) -> None:
     """Greedy, seeded, grammars and chats: all go on with the tokens that an unbroken run gives."""
     # A few answers are long, so that none has ended when the replica dies, however late this process is woken.
