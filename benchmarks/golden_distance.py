@@ -95,9 +95,11 @@ def peer_distances(python: str, path: Path, generations: list[dict[str, Any]], b
         json.dump(sequences_of(generations), file)
         file.flush()
         command = [python, script, "likeliest", path, "--sequences", file.name, "--batch", str(batch_tokens)]
-        answer = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(f"golden_distance: the peer failed: {(done.stderr.strip().splitlines() or ['no reason'])[-1]}")
     found = []
-    for each, rows in zip(generations, json.loads(answer), strict=True):
+    for each, rows in zip(generations, json.loads(done.stdout), strict=True):
         start = len(each["prompt_ids"]) - 1  # a position tells of the token behind it
         for exact, two in zip(each["float32_top5_logprobs"], rows[start:], strict=False):
             expected = dict(exact)

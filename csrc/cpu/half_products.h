@@ -3,8 +3,8 @@
 // A row of activations becomes halves times a power of two, so that its largest is at least 32 and below 64. Sums are halves
 // over 128 products, each of 8 lanes over 16 of them, then lanes by pairs; floats beyond. Where the sizes of 128 weights add
 // up to less than 512, none of these leaves the range of halves. Every output is added up in this order, however rows and
-// tokens are blocked, so its bits depend on neither. Weights lie in panels of 4 rows, 8 columns of each in turn: one stream for the memory. They take as
-// many bytes as in the file. linear_half.cpp stores and divides.
+// tokens are blocked, so its bits depend on neither. Weights lie in panels of 4 rows, 8 columns of each in turn: one
+// stream for the memory. They take as many bytes as in the file. linear_half.cpp stores and divides.
 #pragma once
 
 #include <cstdint>

@@ -26,7 +26,6 @@ def _wrong(result: dict[str, Any], *but: str) -> dict[str, Any]:
     return {name: check for name, check in result["checks"].items() if not check["ok"] and name not in but}
 
 
-@pytest.mark.slow
 def test_a_quarter_of_a_minute_of_chaos() -> None:
     """How fast an engine is back is measured on a quiet machine, by the longer forms."""
     result = _soak("--seconds", "15", "--clients", "16")

@@ -124,7 +124,6 @@ def test_a_second_run_measures_nothing_and_chooses_the_same(
     assert set(printed) >= {"chosen", "cost_reduction", "quality_loss", "report"}
 
 
-@pytest.mark.slow
 def test_drafters_are_tried_where_the_prompts_are_text(
     model: Path, folder: Path, finished: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

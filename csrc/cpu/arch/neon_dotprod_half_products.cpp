@@ -15,7 +15,7 @@ namespace tokenmill {
 namespace {
 
 constexpr int64_t kSummed = 128;  // columns that are summed as halves
-
+// Of the sizes of so many weights: inputs are below 64, so their products sum to less than 2^15, half of what a half holds.
 constexpr float kLargestSum = 512;
 
 bool fits(const uint16_t* weights, int64_t cols) {

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Callable
 from statistics import median
 
 _MAX_SAMPLES = 9  # latest measurements kept per token count; their median is used
@@ -20,9 +19,7 @@ _DEFAULT_SLOPE = 0.3  # without measurements: the cost of one more token, relati
 
 
 class StepCosts:
-    def __init__(self, padded: Callable[[int], int] | None = None) -> None:
-        """`padded`: what a step of so many tokens is padded to, and therefore costs."""
-        self._padded = padded
+    def __init__(self) -> None:
         self._measured: dict[int, deque[float]] = {}
         self._medians: dict[int, float] = {}
         self._sizes: list[int] = []  # sorted keys
@@ -30,7 +27,7 @@ class StepCosts:
         self._count = 0
 
     def record(self, num_tokens: int, seconds: float) -> None:
-        key = self._key(num_tokens)
+        key = _key(num_tokens)
         if key not in self._measured:
             self._measured[key] = deque(maxlen=_MAX_SAMPLES)
             insort(self._sizes, key)
@@ -42,16 +39,15 @@ class StepCosts:
             self._forget()
 
     def is_known(self, num_tokens: int) -> bool:
-        return self._key(num_tokens) in self._medians
+        return _key(num_tokens) in self._medians
 
     def is_settled(self, num_tokens: int) -> bool:
         """Measured often enough that slow first steps do not matter."""
-        return len(self._measured.get(self._key(num_tokens), ())) >= _SETTLED_SAMPLES
+        return len(self._measured.get(_key(num_tokens), ())) >= _SETTLED_SAMPLES
 
     def seconds(self, num_tokens: int) -> float:
         """The median, or a linear interpolation or extrapolation of measured token counts; relative if none is
         measured."""
-        num_tokens = self._size(num_tokens)
         key, sizes = _key(num_tokens), self._sizes
         if not sizes:
             return 1.0 + _DEFAULT_SLOPE * (num_tokens - 1)
@@ -68,12 +64,6 @@ class StepCosts:
         else:
             slope = self._last_slope()
         return self._medians[low] + max(0.0, slope) * (num_tokens - low)
-
-    def _size(self, num_tokens: int) -> int:
-        return num_tokens if self._padded is None else self._padded(num_tokens)
-
-    def _key(self, num_tokens: int) -> int:
-        return _key(self._size(num_tokens))
 
     def _forget(self) -> None:
         """Drop old measurements: the load has changed, or a disturbed one keeps its token count from being tried

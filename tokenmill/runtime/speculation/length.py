@@ -88,8 +88,9 @@ class Acceptance:
 
 class DraftLengths:
     def __init__(self, padded: Callable[[int], int] | None = None) -> None:
-        """`padded`: what a step of so many tokens is padded to."""
-        self.costs = StepCosts(padded)
+        """`padded`: what a step with drafts, of so many tokens in all, is padded to, and therefore costs."""
+        self.costs = StepCosts()
+        self.padded = padded or (lambda num_tokens: num_tokens)
         self.acceptance = Acceptance()
         self._gap = _MIN_GAP
         self._since_trial = 0
@@ -129,7 +130,7 @@ class DraftLengths:
     def pays(self, requests: Sequence[Request], depth: int, num_tokens: int) -> bool:
         """Whether drafts of exactly `depth` tokens for each request are expected to save time in a step of `num_tokens`
         without them. Decided by past acceptance alone: the answer must not change with every token."""
-        total = num_tokens + depth * len(requests)
+        total = self.padded(num_tokens + depth * len(requests))
         if not requests:
             return False
         if not self.costs.is_settled(total):
@@ -175,7 +176,7 @@ class DraftLengths:
         for count, (chance, depth, _) in enumerate(order, start=1):
             expected += chance
             rounds = max(rounds, 1 - depth)
-            rate = expected / (self.costs.seconds(num_tokens + count) + rounds * draft_seconds)
+            rate = expected / (self.costs.seconds(self.padded(num_tokens + count)) + rounds * draft_seconds)
             if rate > best:
                 best, best_count = rate, count
         if best_count == 0 and self._trial_is_due():

@@ -136,7 +136,6 @@ def test_spearman() -> None:
     assert spearman([1, 1, 2], [1, 2, 3]) == pytest.approx(0.866, abs=0.001)
 
 
-@pytest.mark.slow
 def test_promised_accuracy_over_all_rows(data_path: Path) -> None:
     """The planning call on every measured row; intervals are made of these very scores."""
     scored, skipped = score(data_path / "profiles" / "silicon_dev.csv.gz")
