@@ -13,9 +13,10 @@ What the drafts cost is real too:
   and guesses `--depth` tokens inside the captured step; its own (random) guesses are computed and replaced;
 * model: a model of half a billion weights that counts too, in graphs of its own.
 
-Greedy; prompts of 128 tokens that are in the prefix cache. For each acceptance and number of sequences a run to warm up
-(graphs, measured costs) and a timed one. Printed: tokens a second with drafts and without, drafted tokens of a sequence
-and step, the share that held, milliseconds of a step, and whether all tokens were the right ones.
+Greedy; prompts of 128 tokens that are in the prefix cache. Steps are captured before, as a server does; for each
+acceptance and number of sequences two runs to warm up (measured costs, steps with a head) and a timed one. Printed:
+tokens a second with drafts and without, drafted tokens of a sequence and step, the share that held, milliseconds of a
+step, and whether all tokens were the right ones.
 """
 
 from __future__ import annotations
@@ -146,7 +147,11 @@ def start(kind: str, folder: Path, config: dict[str, Any], options: argparse.Nam
     if not path.exists():
         write_model(path, config)
     memory = options.memory or max(options.rows) * (PROMPT + options.tokens + 256) * kv_bytes(config)
-    common = OPTIONS | VARIANTS[options.variant] | {"memory": memory, "jump_forward": False}
+    common = (
+        OPTIONS
+        | VARIANTS[options.variant]
+        | {"memory": memory, "jump_forward": False, "concurrency": max(options.rows)}
+    )
     if kind == "head":
         write_head(folder / "head", path, common, options.depth)
         llm = LLM(path, speculate=f"head:{folder / 'head'}", draft_tokens=options.depth, **common)
@@ -169,6 +174,7 @@ def start(kind: str, folder: Path, config: dict[str, Any], options: argparse.Nam
         runtime.runner.speculator = speculate_by(ByModel(guesses, DraftModel(loaded, target)), runtime.executor)
     else:
         runtime.runner.speculator = speculate_by(LookedUp(guesses), runtime.executor)
+    llm.warm_up()
     return llm, guesses
 
 
@@ -243,7 +249,8 @@ def measure(kind: str, llm: LLM, guesses: Guesses, options: argparse.Namespace, 
         for acceptance in options.acceptance:
             guesses.set(acceptance)
             speculator.forget()
-            run(llm, prompts, options.tokens)
+            for _ in range(2):
+                run(llm, prompts, options.tokens)
             found = run(llm, prompts, options.tokens)
             row = {"drafts": kind, "rows": rows, "acceptance": acceptance, "without": plain["tok_s"]}
             row |= {"with": found["tok_s"], "gain": found["tok_s"] / plain["tok_s"], "step_ms": found["ms"]}

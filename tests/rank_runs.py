@@ -85,7 +85,15 @@ def generate(llm: LLM, params: list[SamplingParams] | None = None, lora: list[st
 def make_llm(name: str, **options: Any) -> LLM:
     return LLM(
         model(name),
-        **{"context": CONTEXT, "concurrency": 3, "batch_tokens": 24, "page_size": 8, "threads": 1, **options},
+        **{
+            "context": CONTEXT,
+            "concurrency": 3,
+            "batch_tokens": 24,
+            "page_size": 8,
+            "threads": 1,
+            "device": "cpu",
+            **options,
+        },
     )
 
 

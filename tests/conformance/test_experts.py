@@ -65,8 +65,10 @@ def test_every_block_type(mix: str, source: Path, all_chosen: Path, tmp_path: Pa
     quantize_gguf(open_checkpoint(source if mix in _FLOATS else all_chosen), path, mix)
     spec, program = (engine_logits(path, IDS, executor) for executor in ("eager", "recorded"))
     # Activations are rounded to int8 in blocks where weights are integers, to halves where the CPU multiplies them.
+    # With AMX they become two bfloat16 terms.
     halves = mix == "F16" and cpu.multiplies_halves(8)
-    assert _distance(program, spec) < (1e-2 if halves else 1e-5 if mix in _FLOATS else 0.05)
+    limit = 1e-2 if halves else {"F32": 1e-5, "F16": 1e-5, "BF16": 3e-5}.get(mix, 0.05)
+    assert _distance(program, spec) < limit
 
 
 def test_a_token_has_the_same_experts_alone_and_in_a_batch(source: Path, tmp_path: Path) -> None:
@@ -76,7 +78,7 @@ def test_a_token_has_the_same_experts_alone_and_in_a_batch(source: Path, tmp_pat
     generator = torch.Generator().manual_seed(4)
     prompts = [torch.randint(3, 131, (5 + 3 * n,), generator=generator).tolist() for n in range(16)]
     greedy = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
-    with LLM(str(path), context=128, prefix_caching=False) as llm:
+    with LLM(str(path), context=128, prefix_caching=False, device="cpu") as llm:
         alone = [llm.generate([prompt], greedy)[0].outputs[0].token_ids for prompt in prompts]
         together = [output.outputs[0].token_ids for output in llm.generate(prompts, greedy)]
     assert alone == together

@@ -119,4 +119,4 @@ def test_ranks_as_processes(tp: int, pp: int, exact: bool) -> None:
 )
 def test_what_cannot_be_divided_is_refused_by_name(options: dict[str, Any], problem: str) -> None:
     with pytest.raises(UserError, match=problem):
-        LLM(model("llama"), context=CONTEXT, threads=1, **options)
+        LLM(model("llama"), context=CONTEXT, threads=1, device="cpu", **options)

@@ -79,6 +79,8 @@ def test_a_quarter_of_the_experts_gives_the_same_tokens(folder: Path) -> None:
         resident_bytes = llm.parts.runtime.model.weight_bytes
         wanted = greedy(llm, PROMPTS, 4)
     with engine(folder, expert_memory=QUARTER) as llm:
+        for layer in layers(llm):  # every missing expert is fetched, whatever was measured on a busy machine
+            layer.costs = HostCosts()
         assert greedy(llm, PROMPTS, 4) == wanted
         model = llm.parts.runtime.model
         tables = [layer.residency for layer in layers(llm)]

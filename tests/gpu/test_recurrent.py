@@ -106,7 +106,7 @@ def test_a_queued_step_that_is_dropped_changes_no_state(folder: Path) -> None:
         executor: Any = llm.parts.runtime.executor
         states, launch = executor.store.states, executor._launch_rows
         launched: list[int] = []
-        executor._launch_rows = lambda rows: (launched.append(len(rows)), launch(rows))[1]
+        executor._launch_rows = lambda rows, *how: (launched.append(len(rows)), launch(rows, *how))[1]
         alone = greedy(llm, [first], 8)[0]
         assert len(launched) < 4, "no queued step was used"
         dropped = executor.num_dropped

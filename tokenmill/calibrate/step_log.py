@@ -85,6 +85,10 @@ def log_steps(llm: LLM, seconds: float, probe_seconds: float) -> StepLog:
     try:
         _run(llm, Scenario(2, 16, 2), recording, 0, probe_seconds)
         scenarios = list(_fitting(llm, log))
+        if llm.parts.config.device == "cuda":  # what is compiled and captured at first use is no step's cost
+            llm.warm_up()
+            for number, scenario in enumerate(scenarios):
+                _run(llm, scenario, recording, number, probe_seconds)
         deadline = time.perf_counter() + seconds
         for number, requested in enumerate(cycle(scenarios), 1):
             if number > len(scenarios) and time.perf_counter() > deadline:

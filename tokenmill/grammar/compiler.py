@@ -12,7 +12,7 @@ import contextlib
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from tokenmill.errors import UserError
@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 _MAX_CACHED = 32
+_MAX_LANES = 8  # of a grammar
+_MAX_FURTHER_LANES = 2 * _MAX_CACHED  # of all that are cached: a lane takes as much memory as the grammar
+_MAX_LANE_SECONDS = 0.1  # a grammar that took longer to compile has one lane: others wait for the compiler
 # Processor time that computing the masks of one request may take, so that it delays no other in its batch: MASK_SECONDS
 # for each token, and MASK_BURST_SECONDS once.
 MASK_SECONDS = 0.002
@@ -37,17 +40,31 @@ _STACK_BYTES = 128 << 20
 
 
 class CompiledGrammar:
-    """A grammar over one model's tokens. Shared by all requests that use it; each has a matcher of its own."""
+    """A grammar over one model's tokens. Shared by all requests that use it; each has a matcher of its own.
+
+    Matchers of one lane share what the library finds out about the grammar, under a lock: each further lane is the
+    grammar compiled again.
+    """
 
     def __init__(self, prototype: LLMatcher, vocabulary: LLTokenizer, key: int = 0) -> None:
         self.key = key
-        self._prototype = prototype
+        self._prototypes = [prototype]
         self._vocabulary = vocabulary
+        self.mask_seconds = 0.0
+        self.want_lane: Callable[[], None] = lambda: None
         self.vocab_size: int = vocabulary.vocab_size  # of the tokenizer; a model may have more logits
         self.punctuation: Bits | None = None  # tokens of brackets, quotes and blanks alone; None: not looked for
 
-    def matcher(self) -> LLMatcher:
-        return self._prototype.deep_copy()
+    @property
+    def num_lanes(self) -> int:
+        return len(self._prototypes)
+
+    def matcher(self, lane: int = 0) -> LLMatcher:
+        return self._prototypes[lane].deep_copy()
+
+    def add_lane(self, other: CompiledGrammar) -> None:
+        """`other`: the same grammar, compiled again."""
+        self._prototypes += other._prototypes
 
     def token_bytes(self, token_id: int) -> bytes:
         data: bytes = self._vocabulary.decode_bytes([token_id])
@@ -124,6 +141,7 @@ class GrammarCompiler:
         self._building = threading.Lock()  # around the vocabulary
         self._num_workers = 0
         self._abandoned: set[GrammarJob] = set()
+        self._lacking: OrderedDict[StructuredSpec, None] = OrderedDict()  # want one more lane
 
     def prepare(self) -> None:
         """Build the vocabulary in the background, so that the first grammar does not wait for it."""
@@ -191,6 +209,9 @@ class GrammarCompiler:
             self._built_vocabulary()
         while True:
             job = self._next()
+            if isinstance(job, StructuredSpec):
+                self._add_lane(job)
+                continue
             try:
                 result: CompiledGrammar | Exception = self._compiled(job.spec)
             except Exception as error:
@@ -198,11 +219,13 @@ class GrammarCompiler:
             if self._finish(job, result):
                 return
 
-    def _next(self) -> GrammarJob:
-        """Wait for a job; its time runs from here."""
+    def _next(self) -> GrammarJob | StructuredSpec:
+        """Wait for a job; its time runs from here. Where there is none, a grammar that wants one more lane."""
         with self._queued:
             while True:
                 job = self._queue.take()
+                if job is None and self._lacking:
+                    return self._lacking.popitem(last=False)[0]
                 if job is None:
                     self._queued.wait()
                 elif not job.began:  # else another tenant's turn has come before
@@ -228,9 +251,25 @@ class GrammarCompiler:
         return replaced
 
     def _compiled(self, spec: StructuredSpec) -> CompiledGrammar:
+        began = time.monotonic()
         grammar = compile_grammar(spec, self._built_vocabulary())
         grammar.punctuation = self._punctuation
+        if time.monotonic() - began < _MAX_LANE_SECONDS:
+            grammar.want_lane = lambda: self._want_lane(spec)
         return grammar
+
+    def _want_lane(self, spec: StructuredSpec) -> None:
+        with self._queued:
+            ready = [job.result() for job in self._ready.values()]
+            if spec in self._ready and sum(each.num_lanes - 1 for each in ready) < _MAX_FURTHER_LANES:
+                self._lacking[spec] = None
+                self._queued.notify()
+
+    def _add_lane(self, spec: StructuredSpec) -> None:
+        job = self._ready.get(spec)
+        grammar = None if job is None else job.result()
+        if grammar is not None and grammar.num_lanes < _MAX_LANES:
+            grammar.add_lane(compile_grammar(spec, self._built_vocabulary()))
 
     def _built_vocabulary(self) -> LLTokenizer:
         with self._building:

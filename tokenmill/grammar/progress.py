@@ -17,10 +17,13 @@ from tokenmill.grammar.compiler import MASK_BURST_SECONDS, MASK_SECONDS
 from tokenmill.grammar.vocabulary import Bits
 from tokenmill.types import CompiledGrammar
 
+_DECAY = 0.95  # of the moving average of a grammar's masks
+
 
 class GrammarProgress:
-    def __init__(self, grammar: CompiledGrammar) -> None:
-        self._matcher = grammar.matcher()
+    def __init__(self, grammar: CompiledGrammar, lane: int = 0) -> None:
+        self.grammar, self.lane = grammar, lane
+        self._matcher = grammar.matcher(lane)
         self._vocab_size = grammar.vocab_size
         self._num_output = 0  # of the request's own tokens, how many the matcher has consumed
         self._drafted: list[int] = []  # consumed after them
@@ -45,6 +48,13 @@ class GrammarProgress:
             self._masks = {key[count:]: mask for key, mask in self._masks.items() if key[:count] == path}
         self._num_output, self._drafted = len(output), list(drafted)
         return True
+
+    def moved(self, lane: int, output: list[int]) -> GrammarProgress:
+        """The same output in another lane of the grammar, without drafted tokens."""
+        other = GrammarProgress(self.grammar, lane)
+        other._seconds_left = self._seconds_left
+        other.follow(output, ())
+        return other
 
     def advance(self, token_id: int) -> bool:
         """Consume one more drafted token; False if nothing can follow it."""
@@ -75,8 +85,9 @@ class GrammarProgress:
         bits = np.zeros((self._vocab_size + 31) // 32, dtype=np.int32)
         began = time.thread_time()
         self._matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
-        left = self._seconds_left + MASK_SECONDS - (time.thread_time() - began)
-        self._seconds_left = min(left, MASK_BURST_SECONDS)
+        seconds = time.thread_time() - began
+        self._seconds_left = min(self._seconds_left + MASK_SECONDS - seconds, MASK_BURST_SECONDS)
+        self.grammar.mask_seconds += (1 - _DECAY) * (seconds - self.grammar.mask_seconds)
         if self._matcher.is_error():
             return None
         self._masks[path] = bits

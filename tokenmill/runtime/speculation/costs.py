@@ -15,11 +15,16 @@ _MAX_SAMPLES = 9  # latest measurements kept per token count; their median is us
 _SETTLED_SAMPLES = 6  # measurements after which a token count is settled
 _EXPIRY = 2048  # measurements after which a token count that did not occur again is forgotten
 _EXACT = 32  # token counts up to this have an entry each, larger ones share one with those within an eighth
-_DEFAULT_SLOPE = 0.3  # without measurements: the cost of one more token, relative to the step's cost per token
+# Without measurements: the cost of one more token, relative to the step's cost per token.
+DEFAULT_SLOPE = 0.3
+CAPTURED_SLOPE = (
+    0.02  # where steps are captured, which is on a GPU: a guess that is too low is measured, one too high is not
+)
 
 
 class StepCosts:
-    def __init__(self) -> None:
+    def __init__(self, slope: float = DEFAULT_SLOPE) -> None:
+        self._slope = slope
         self._measured: dict[int, deque[float]] = {}
         self._medians: dict[int, float] = {}
         self._sizes: list[int] = []  # sorted keys
@@ -50,7 +55,7 @@ class StepCosts:
         measured."""
         key, sizes = _key(num_tokens), self._sizes
         if not sizes:
-            return 1.0 + _DEFAULT_SLOPE * (num_tokens - 1)
+            return 1.0 + self._slope * (num_tokens - 1)
         index = bisect_left(sizes, key)
         if key in self._medians:
             # A step with more tokens cannot cost less: if it seems to, this measurement was disturbed.
@@ -74,7 +79,7 @@ class StepCosts:
 
     def _last_slope(self) -> float:
         last = self._sizes[-1]
-        guess = _DEFAULT_SLOPE * self._medians[last] / last
+        guess = self._slope * self._medians[last] / last
         if len(self._sizes) == 1:
             return guess
         # Over the upper half: kernels work in tiles, so between adjacent sizes there is a full tile or nothing.

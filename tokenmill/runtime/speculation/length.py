@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
 
 from tokenmill.runtime.executors.base import Draft
-from tokenmill.runtime.speculation.costs import StepCosts
+from tokenmill.runtime.speculation.costs import CAPTURED_SLOPE, DEFAULT_SLOPE, StepCosts
 from tokenmill.types import Request
 
 _BUCKETS = 16  # of confidence
@@ -89,7 +89,7 @@ class Acceptance:
 class DraftLengths:
     def __init__(self, padded: Callable[[int], int] | None = None) -> None:
         """`padded`: what a step with drafts, of so many tokens in all, is padded to, and therefore costs."""
-        self.costs = StepCosts()
+        self.costs = StepCosts(DEFAULT_SLOPE if padded is None else CAPTURED_SLOPE)
         self.padded = padded or (lambda num_tokens: num_tokens)
         self.acceptance = Acceptance()
         self._gap = _MIN_GAP

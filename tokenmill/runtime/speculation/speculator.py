@@ -37,6 +37,7 @@ _MAX_GRAMMAR_LOSS = -0.15  # of the time: long texts inside an output have no dr
 # Tokens of each sequence that a step with grammars' drafts must promise where the next step is otherwise queued behind
 # each: a step with drafts is not, and the device waits for the host.
 _WORTH_WAITING = 0.25
+_MAX_MASK_SHARE = 0.2  # of a step, that its masks take where grammars are drafted from and steps are queued
 _AUTOMATIC = "suffix"  # the drafter of `auto`: of those that need no model the one that was measured to gain most
 _UNSETTLED_STEPS = 2  # not timed, after a change between drafts and none: no step was queued ahead of them
 # Not timed, of each size where steps are captured: the first one compiles, the second captures.
@@ -271,7 +272,9 @@ class Speculator:
     def _ask_grammars(self, rows: Sequence[ScheduledTokens], numbers: list[int], drafts: list[Draft]) -> None:
         """Replace drafts of sequences that a grammar guides where its own promises more tokens."""
         guided = [place for place, number in enumerate(numbers) if self._is_guided(rows[number])]
-        if self.grammars is None or not guided or not self._grammar_gate.lets_through(len(rows)):
+        if self.grammars is None or not guided or self._masks_are_slow(rows):
+            return
+        if not self._grammar_gate.lets_through(len(rows)):
             return
         started = self._clock()
         self._sampler.prepare_grammars([rows[numbers[place]].request for place in guided])
@@ -282,6 +285,13 @@ class Speculator:
                 drafts[place] = draft
                 self._from_grammar.add(numbers[place])
         self._grammar_seconds = self._clock() - started
+
+    def _masks_are_slow(self, rows: Sequence[ScheduledTokens]) -> bool:
+        """Whether the device would wait for masks before a step with drafts: without, they are computed beside it."""
+        if self._padded is None or not self.lengths.costs.is_known(len(rows)):
+            return False
+        seconds = sum(row.request.grammar.mask_seconds for row in rows if row.request.grammar is not None)
+        return seconds > _MAX_MASK_SHARE * self.lengths.costs.seconds(len(rows))
 
     def _draft_to_guessed_depth(self, rows: Sequence[ScheduledTokens], numbers: list[int]) -> dict[int, Draft]:
         """For drafters whose drafts come from the step before, which queues the step that verifies them: all or none,
