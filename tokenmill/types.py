@@ -223,11 +223,8 @@ class CompiledGrammar(Protocol):
     # Matchers of one lane share nothing with those of another, so that threads do not wait for each other.
     @property
     def num_lanes(self) -> int: ...
-
     def matcher(self, lane: int = 0) -> Any: ...  # follows one output, token by token
-
     def want_lane(self) -> None: ...  # asks for one more; it comes when the compiler has time, or never
-
     def token_bytes(self, token_id: int) -> bytes: ...
 
 
