@@ -45,7 +45,8 @@ const char* const kNames[] = {"portable", "neon_dotprod", "neon_i8mm", "avx2", "
 bool cpu_has_tiles() {
   unsigned a, b, c, d;
   constexpr unsigned kTiles = 1u << 22 | 1u << 24 | 1u << 25;  // AMX-BF16, AMX-TILE, AMX-INT8
-  return __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d & kTiles) == kTiles;
+  if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || (d & kTiles) != kTiles) return false;
+  return __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a & 1u << 5);  // AVX512-BF16, which rounds what tiles read
 }
 #endif
 

@@ -35,17 +35,16 @@ void PanelLinear::dequantize_row(int64_t row, float* out) const {
   dequantize_panel_column(layout, panel(row / kPanelCols), int(row % kPanelCols), out);
 }
 
-namespace {
-
-constexpr int kScaleFloats = kChunk / 32 * kBlockScales;
-constexpr int64_t kTileBytes = 16384;  // direct: a tile is about a microsecond of work
-
-// Fewer tiles than this leave threads idle. Expanding a panel once per block of rows costs, so no more blocks than
-// needed.
+// Expanding a panel once per block of rows costs, so no more blocks than needed.
 int64_t wanted_tiles() {
   static const int64_t wanted = std::min<int64_t>(64, 8 * std::max(1u, std::thread::hardware_concurrency()));
   return wanted;
 }
+
+namespace {
+
+constexpr int kScaleFloats = kChunk / 32 * kBlockScales;
+constexpr int64_t kTileBytes = 16384;  // direct: a tile is about a microsecond of work
 
 // A precise weight sees each row twice: rounded, and what rounding took away, rounded in its turn. The second set of
 // activations follows the first, so that plain weights can share the first.
@@ -65,16 +64,24 @@ class IntegerLinear final : public PanelLinear {
         quad_form_{layout.cols, requantizes(layout) ? kQuantBlock : 32, kernels.quad_run} {
     const int64_t by_size = std::max<int64_t>(1, kTileBytes / layout.panel_bytes);
     tile_panels_ = int(std::max<int64_t>(1, std::min(by_size, num_panels() / wanted_tiles())));
+    if (kernels.tiles) tiled_from_ = kernels.tiles->from(layout);
+    if (tiled_from_ != kNoTiles) tiling_ = std::make_unique<PanelTiling>(*this, *kernels.tiles, precise);
   }
+
+  void multiply_floats() override { tiled_from_ = kNoTiles; }  // rounded inputs are int8 codes: exact as integers
 
   int activation_kind(int m) const override {
+    if (tiled(m)) return kTiledKind;
     return expanded(m) ? quad_kind(quad_form_.block, quad_form_.run) : int(row_form_.block);
   }
-  int activation_row_block(int m) const override { return expanded(m) ? 4 : 1; }
-  bool activations_by_row(int m) const override { return !expanded(m) && !precise_; }
-  size_t activation_bytes(int m) const override { return size_t(set_bytes(m)) * (precise_ ? 2 : 1); }
+  int activation_row_block(int m) const override { return expanded(m) && !tiled(m) ? 4 : 1; }
+  bool activations_by_row(int m) const override { return !expanded(m) && !tiled(m) && !precise_; }
+  size_t activation_bytes(int m) const override {
+    return tiled(m) ? tiling_->activation_bytes(m) : size_t(set_bytes(m)) * (precise_ ? 2 : 1);
+  }
 
   void quantize(const float* x, int64_t ldx, int begin, int end, int m, void* activations) const override {
+    if (tiled(m)) return tiling_->quantize(x, ldx, begin, end, m, activations);
     uint8_t* out = static_cast<uint8_t*>(activations);
     const int64_t second = set_bytes(m);
     thread_local std::vector<float> kept;
@@ -103,17 +110,20 @@ class IntegerLinear final : public PanelLinear {
   }
 
   int num_tiles(int m) const override {
+    if (tiled(m)) return tiling_->num_pieces(m);
     if (!expanded(m)) return int((num_panels() + tile_panels_ - 1) / tile_panels_);
     return int(num_panels()) * token_blocks(m);
   }
 
   size_t scratch_bytes(int m) const override {
+    if (tiled(m)) return tiling_->scratch_bytes(m);
     if (!expanded(m)) return 0;
     return kChunk * kPanelCols + kScaleFloats * 4 + size_t(token_block(m)) * kPanelCols * 4 * (precise_ ? 2 : 1);
   }
 
   void run_tile(int tile, int m, const void* activations, const float* bias, float* y, int64_t ldy,
                 void* scratch) const override {
+    if (tiled(m)) return tiling_->run(tile, m, activations, bias, y, ldy, scratch);
     const uint8_t* rows_in = static_cast<const uint8_t*>(activations);
     if (expanded(m)) return run_expanded(tile, m, rows_in, bias, y, ldy, static_cast<uint8_t*>(scratch));
     const int64_t first = int64_t(tile) * tile_panels_, last = std::min(first + tile_panels_, num_panels());
@@ -133,12 +143,16 @@ class IntegerLinear final : public PanelLinear {
   }
 
   void prefetch_tile(int tile, int m) const override {
-    const uint8_t* from = panel(expanded(m) ? tile / token_blocks(m) : int64_t(tile) * tile_panels_);
+    const int64_t first = tiled(m)      ? tiling_->first_panel(tile, m)
+                          : expanded(m) ? tile / token_blocks(m)
+                                        : int64_t(tile) * tile_panels_;
+    const uint8_t* from = panel(first);
     for (int line = 0; line < 1024; line += 64) __builtin_prefetch(from + line);
   }
 
  private:
   bool expanded(int m) const { return m >= expand_from_; }
+  bool tiled(int m) const { return m >= tiled_from_; }
   int64_t set_bytes(int m) const {
     return expanded(m) ? int64_t(m + 3) / 4 * quad_form_.bytes() : m * row_form_.bytes();
   }
@@ -197,7 +211,8 @@ class IntegerLinear final : public PanelLinear {
   const int expand_from_;
   const RowForm row_form_;
   const QuadForm quad_form_;
-  int tile_panels_;
+  int tile_panels_, tiled_from_ = kNoTiles;
+  std::unique_ptr<PanelTiling> tiling_;
 };
 
 }  // namespace

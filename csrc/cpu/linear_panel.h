@@ -5,7 +5,8 @@
 // panel becomes int8 in the thread's scratch, then a plain integer product over quads of 4 rows. Formats with a scale
 // per 32 keep codes, scales and blocks of 32 exactly, so that both ways have the same error; superblock formats, whose
 // direct activations are per 256, are requantized per 128, which is closer to float32 than the direct way; so are
-// groups that are that long anyway, and those of 16. Knows nothing of threads or of intrinsics; arch/<isa>_*.cpp implement the table,
+// groups that are that long anyway, and those of 16. Where the CPU multiplies tiles of bfloat16, many rows go a third way
+// (panel_tiles.h). Knows nothing of threads or of intrinsics; arch/<isa>_*.cpp implement the table,
 // linear_dispatch.cpp chooses it.
 #pragma once
 
@@ -14,6 +15,7 @@
 
 #include "adapter_kernels.h"
 #include "linear.h"
+#include "panel_tiles.h"
 #include "quant_panel.h"
 
 // Always inlined: files of different instruction sets include this, and the linker must not pick one's copy for all.
@@ -109,6 +111,7 @@ struct PanelKernels {
   int (*expand_from)(const PanelLayout& layout);  // number of rows from which the expanded product is faster
   int64_t (*spin_dots)(int64_t rounds);           // integer products at full speed; returns how many operations
   AdapterKernels adapters;
+  const PanelTiles* tiles = nullptr;  // of many rows, where the CPU has them (panel_tiles.h)
 };
 
 class AlignedBytes {
@@ -151,6 +154,9 @@ std::unique_ptr<PanelLinear> make_portable_panel_linear(const std::string& type,
                                                         const QuantFormat* format, int64_t rows);
 // F32, F16, BF16 (linear_plain.cpp).
 std::unique_ptr<Linear> make_plain_linear(const QuantFormat& format, int64_t rows, int64_t cols, Isa isa);
+
+// Fewer tiles than this leave threads idle.
+int64_t wanted_tiles();
 
 // The table of an instruction set, or null where this build has none (linear_dispatch.cpp).
 const PanelKernels* find_panel_kernels(Isa isa);

@@ -9,6 +9,9 @@
 #include "avx512_vector.h"
 
 namespace tokenmill {
+
+const PanelTiles& amx_panel_tiles();
+
 namespace {
 
 struct Amx : Avx512 {
@@ -167,7 +170,11 @@ int64_t spin_tiles(int64_t rounds) {
 }  // namespace
 
 const PanelKernels* amx_kernels() {
-  static const PanelKernels kernels = make_kernels<Amx>("amx", expand_from, choose_tiles, spin_tiles);
+  static const PanelKernels kernels = [] {
+    PanelKernels all = make_kernels<Amx>("amx", expand_from, choose_tiles, spin_tiles);
+    all.tiles = &amx_panel_tiles();
+    return all;
+  }();
   return &kernels;
 }
 

@@ -141,7 +141,7 @@ struct Avx512 {
   }
 };
 
-int expand_from(const PanelLayout&) { return 13; }
+[[maybe_unused]] int expand_from(const PanelLayout&) { return 13; }
 
 }  // namespace
 }  // namespace tokenmill

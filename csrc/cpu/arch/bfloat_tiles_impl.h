@@ -89,17 +89,13 @@ void multiply_block(const TileProduct& p, int tokens, int outputs) {
       if constexpr (B == 2) ask_for(weights + pitch);
     }
     load_tile<kWeightTile>(weights, 64);
+    if constexpr (B == 2) load_tile<kWeightTile + 1>(weights + pitch, 64);
     load_tile<kRowTile>(rows, 64);
+    if constexpr (A == 2) load_tile<kRowTile + 1>(rows + pitch, 64);
     dot_bfloat_tiles<0, kRowTile, kWeightTile>();
-    if constexpr (B == 2) {
-      load_tile<kWeightTile + 1>(weights + pitch, 64);
-      dot_bfloat_tiles<1, kRowTile, kWeightTile + 1>();
-    }
-    if constexpr (A == 2) {
-      load_tile<kRowTile + 1>(rows + pitch, 64);
-      dot_bfloat_tiles<2, kRowTile + 1, kWeightTile>();
-      if constexpr (B == 2) dot_bfloat_tiles<3, kRowTile + 1, kWeightTile + 1>();
-    }
+    if constexpr (B == 2) dot_bfloat_tiles<1, kRowTile, kWeightTile + 1>();
+    if constexpr (A == 2) dot_bfloat_tiles<2, kRowTile + 1, kWeightTile>();
+    if constexpr (A == 2 && B == 2) dot_bfloat_tiles<3, kRowTile + 1, kWeightTile + 1>();
   }
   const int first = A == 2 ? kTileTokens : tokens, last = outputs - (B - 1) * kTileOutputs;
   float* below = p.y + kTileTokens * p.ldy;

@@ -423,7 +423,8 @@ PanelKernels make_kernels(const char* name, int (*expand_from)(const PanelLayout
           multiply,
           expand_from,
           spin,
-          make_adapter_kernels<V>()};
+          make_adapter_kernels<V>(),
+          nullptr};
 }
 
 }  // namespace

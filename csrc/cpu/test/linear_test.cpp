@@ -8,6 +8,7 @@
 #include <algorithm>
 
 #include "../input_rounding.h"
+#include "../panel_tiles.h"
 #include "float_linear_testing.h"
 
 using namespace tokenmill;
@@ -69,7 +70,8 @@ void check(const Linear& linear, const std::vector<float>& weights, int m, float
         magnitude += std::fabs(double(w[k]) * v[k]);
       }
       double bound = magnitude * 2 * float_error(kind) + 1e-30;
-      if (integer) bound += rounding_bound(w, v, linear.cols, kind % 1000, kind > 1000 && kind % 1000 == 128);
+      if (kind == kTiledKind) bound += magnitude * 1.01 / 256;  // both factors lose 2^-9 at most
+      else if (integer) bound += rounding_bound(w, v, linear.cols, kind % 1000, kind > 1000 && kind % 1000 == 128);
       const double got = y[size_t(t * linear.rows + row)];
       if (!(std::fabs(got - want) <= bound))
         return fail(name + " row " + std::to_string(row) + " token " + std::to_string(t) + ": " + std::to_string(got) +
@@ -212,6 +214,7 @@ void check_equal(Isa isa, Isa other, std::mt19937& random) {
     for (float& v : x) v = normal(random);
     auto compare = [&](const Linear& one, const Linear& two) {
       for (int m : {1, 4, 13, 16, 24, 30, 70}) {
+        if (one.activation_kind(m) == kTiledKind) continue;  // rounded otherwise: see check_tiled
         std::vector<float> y(size_t(m * rows)), z(y.size());
         run_linear(one, x.data(), m, nullptr, y.data(), 2);
         run_linear(two, x.data(), m, nullptr, z.data(), 2);
@@ -233,6 +236,42 @@ void check_equal(Isa isa, Isa other, std::mt19937& random) {
       compare(*pack_int8(codes.data(), scales.data(), int(short_cols), rows, short_cols, isa, nullptr),
               *pack_int8(codes.data(), scales.data(), int(short_cols), rows, short_cols, other, nullptr));
     }
+  }
+}
+
+// Rows in tiles of bfloat16 have the same bits whatever their number; precise weights keep 16 bits of their activations.
+void check_tiled(Isa isa, std::mt19937& random) {
+  const int64_t rows = 75, cols = 1120;  // an odd panel, and a chunk that is not full
+  const int most = kBrief ? 97 : 300;
+  std::normal_distribution<float> normal;
+  std::vector<float> x(size_t(most * cols)), all(size_t(most * rows)), y;
+  for (float& v : x) v = normal(random);
+  for (const std::string& type : all_types()) {
+    const QuantFormat& format = *find_quant_format(type);
+    if (cols % format.block) continue;
+    const std::vector<uint8_t> data = random_weights(format, rows, cols, 0.02f, random);
+    const auto plain = pack_linear(type, data.data(), rows, cols, isa, nullptr);
+    const auto precise = pack_linear(type, data.data(), rows, cols, isa, nullptr, true);
+    if (plain->activation_kind(most) != kTiledKind) continue;
+    run_linear(*plain, x.data(), most, nullptr, all.data(), 2);
+    for (int m : {64, 65, 80, 81, 96, 97}) {
+      y.assign(size_t(m * rows), 0);
+      run_linear(*plain, x.data(), m, nullptr, y.data(), 1);
+      if (!std::equal(y.begin(), y.end(), all.begin())) fail(type + " m=" + std::to_string(m) + ": bits of a row change");
+    }
+    // What activations lose: the difference to products of the rounded ones, which plain and precise agree on.
+    std::vector<float> rounded(x), one(all.size()), two(all.size());
+    for (float& v : rounded) v = bfloat_to_float(float_to_bfloat(v));
+    run_linear(*plain, rounded.data(), most, nullptr, one.data(), 1);
+    run_linear(*precise, rounded.data(), most, nullptr, two.data(), 1);
+    if (one != all || two != all) fail(type + ": tiles of rounded activations differ");
+    run_linear(*precise, x.data(), most, nullptr, two.data(), 1);
+    std::vector<float> rest(x.size()), third(all.size());
+    for (size_t i = 0; i < x.size(); ++i) rest[i] = x[i] - rounded[i];
+    run_linear(*plain, rest.data(), most, nullptr, third.data(), 1);
+    for (size_t i = 0; i < all.size(); ++i)
+      if (std::fabs(two[i] - all[i] - third[i]) > 1e-5f * (1 + std::fabs(all[i])))
+        return fail(type + ": a precise weight loses the rest of its activations");
   }
 }
 
@@ -269,6 +308,7 @@ int main(int argc, char** argv) {
     check_rounded(isa, random);
     if (isa == Isa::neon_i8mm) check_equal(isa, Isa::neon_dotprod, random);
     if (isa == Isa::amx) check_equal(isa, Isa::avx512_vnni, random);
+    if (isa == Isa::amx) check_tiled(isa, random);
     tested += " " + name;
   }
   if (tested.empty()) return 77;
