@@ -83,7 +83,7 @@ def line(name: str, us: float, floor: float, wrong: float, note: str = "") -> No
 def linears(scheme: str, shape: str) -> tuple[list[GpuLinear], Tensor]:
     """Enough copies of a product to be cold, and the exact matrix of the first (some rows)."""
     rows, depth = SHAPES[shape]
-    size = rows * depth * {"bf16": 2, "fp8": 1, "int8": 1, "int4": 0.52}[scheme]
+    size = rows * depth * {"bf16": 2, "fp8": 1, "int8": 1, "int4": 0.52, "w4a8": 0.52}[scheme]
     made = []
     exact = torch.empty(0)
     for number in range(max(1, math.ceil(COLD_BYTES / size))):
@@ -99,7 +99,8 @@ def linears(scheme: str, shape: str) -> tuple[list[GpuLinear], Tensor]:
 
 def bench_linear(limits: Limits, tune: bool) -> None:
     totals: dict[tuple[str, int], float] = {}
-    loss = {"bf16": 0.0, "fp8": 0.04, "int8": 0.02, "int4": 0.12}  # what rounding the weights costs, not the kernel
+    # What rounding costs, not the kernel.
+    loss = {"bf16": 0.0, "fp8": 0.04, "int8": 0.02, "int4": 0.12, "w4a8": 0.13}
     for scheme in loss:
         for shape, (rows, depth) in SHAPES.items():
             made, exact = linears(scheme, shape)
@@ -115,7 +116,7 @@ def bench_linear(limits: Limits, tune: bool) -> None:
                     for each in made
                 ]
                 us = median_us(calls)
-                flops = limits.flops8 if scheme in ("fp8", "int8") else limits.flops
+                flops = limits.flops8 if scheme in ("fp8", "int8", "w4a8") else limits.flops
                 floor = max(made[0].nbytes / limits.bytes, 2 * tokens * rows * depth / flops)
                 wrong = error(made[0](x)[:, :256], x.double() @ exact.T)
                 assert wrong < loss[scheme] + 0.01, (scheme, shape, tokens, wrong)

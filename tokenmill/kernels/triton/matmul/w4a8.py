@@ -71,7 +71,7 @@ class RoundedGroupedLinear(GroupedLinear):
         rest = (self.weight, self.bias, out_dtype, plan.tiling, gated, heads, scales)
         if plan.kernel == GEMV and codes.shape[0] == 1:
             return grouped_gemv(codes, *rest)
-        if plan.kernel in (GEMV, GROUPED):
+        if plan.kernel == GROUPED:
             return grouped_matmul(codes, *rest)
         if plan.kernel == LIBRARY and self.kind == "w4a8row":
             return self._add_bias(self._library(codes, scales, out_dtype))
