@@ -1,9 +1,10 @@
 """Each GPU kernel against its floor: the bytes it must move or the operations it must do, at this GPU's measured rates.
 
-    python benchmarks/gpu_kernels.py [--tune] [linear attention small sampling]
+    python benchmarks/gpu_kernels.py [--tune] [linear w4a8 attention small sampling]
 
 Shapes are Llama-3.1-8B's. Every figure is the median of graph replays over rotating weights (several times the cache),
 and kernels are compared with a float64 twin on the same random inputs first. `--tune` measures and stores plans before.
+`w4a8` sets 4-bit groups of 128 with float8 inputs beside W4A16 and FP8, every plan of W4A8 by itself.
 """
 
 # ruff: noqa: B023 (calls are timed inside the loop that makes them)
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -19,7 +21,8 @@ from torch import Tensor
 from tokenmill.kernels import ref
 from tokenmill.kernels import triton as gpu
 from tokenmill.kernels.triton.fused.elementwise import quantize_rows
-from tokenmill.kernels.triton.matmul.linear import DenseLinear, GpuLinear
+from tokenmill.kernels.triton.matmul.choose import candidates
+from tokenmill.kernels.triton.matmul.linear import DenseLinear, GpuLinear, GroupedLinear, ScaledLinear
 from tokenmill.kernels.triton.matmul.make import quantize_at_load
 
 DEVICE = torch.device("cuda", 0)
@@ -80,7 +83,7 @@ def line(name: str, us: float, floor: float, wrong: float, note: str = "") -> No
 def linears(scheme: str, shape: str) -> tuple[list[GpuLinear], Tensor]:
     """Enough copies of a product to be cold, and the exact matrix of the first (some rows)."""
     rows, depth = SHAPES[shape]
-    size = rows * depth * {"bf16": 2, "fp8": 1, "int8": 1, "int4": 0.52}[scheme]
+    size = rows * depth * {"bf16": 2, "fp8": 1, "int8": 1, "int4": 0.52, "w4a8": 0.52}[scheme]
     made = []
     exact = torch.empty(0)
     for number in range(max(1, math.ceil(COLD_BYTES / size))):
@@ -96,7 +99,8 @@ def linears(scheme: str, shape: str) -> tuple[list[GpuLinear], Tensor]:
 
 def bench_linear(limits: Limits, tune: bool) -> None:
     totals: dict[tuple[str, int], float] = {}
-    loss = {"bf16": 0.0, "fp8": 0.04, "int8": 0.02, "int4": 0.12}  # what rounding the weights costs, not the kernel
+    # What rounding costs, not the kernel.
+    loss = {"bf16": 0.0, "fp8": 0.04, "int8": 0.02, "int4": 0.12, "w4a8": 0.13}
     for scheme in loss:
         for shape, (rows, depth) in SHAPES.items():
             made, exact = linears(scheme, shape)
@@ -112,7 +116,7 @@ def bench_linear(limits: Limits, tune: bool) -> None:
                     for each in made
                 ]
                 us = median_us(calls)
-                flops = limits.flops8 if scheme in ("fp8", "int8") else limits.flops
+                flops = limits.flops8 if scheme in ("fp8", "int8", "w4a8") else limits.flops
                 floor = max(made[0].nbytes / limits.bytes, 2 * tokens * rows * depth / flops)
                 wrong = error(made[0](x)[:, :256], x.double() @ exact.T)
                 assert wrong < loss[scheme] + 0.01, (scheme, shape, tokens, wrong)
@@ -122,6 +126,57 @@ def bench_linear(limits: Limits, tune: bool) -> None:
             del made, exact
     for (scheme, tokens), ms in totals.items():
         print(f"all layers, {scheme} x {tokens}: {ms:.3f} ms")
+
+
+def bench_w4a8(limits: Limits, tune: bool) -> None:
+    """Products from inputs that are rounded already, as a fused norm writes them; then each plan of W4A8 that `--tune`
+    would try. Compared with the rounded input times the exact weights."""
+    for rows, depth in ((4096, 4096), (14336, 4096)):
+        values = torch.randn(rows, depth, device=DEVICE, dtype=torch.bfloat16)
+        for scheme, size in (("w4a8", 0.52), ("int4", 0.52), ("fp8", 1)):
+            copies = max(2, math.ceil(COLD_BYTES / (rows * depth * size)))
+            made = [quantize_at_load(values, None, scheme) for _ in range(copies)]
+            for tokens in (1, 16, 64, 128, 256, 4096):
+                if tune:
+                    made[0].tune(tokens)
+                _compare_plans(limits, scheme, made, tokens)
+
+
+def _compare_plans(limits: Limits, scheme: str, made: list[GpuLinear], tokens: int) -> None:
+    first = made[0]
+    rows, depth, chosen, exact = first.rows, first.depth, first.choose(tokens), exact_rows(first)
+    x = torch.randn(tokens, depth, device=DEVICE, dtype=torch.bfloat16)
+    codes, scales = quantize_rows(x, "fp8")
+    seen = x.double() if scheme == "int4" else codes.double() * scales.double()[:, None]
+    flops = limits.flops if scheme == "int4" else limits.flops8
+    floor = max(first.nbytes / limits.bytes, 2 * tokens * rows * depth / flops)
+    others = [plan for plan in candidates(first.kind, rows, depth, tokens) if plan != chosen]
+    for plan in (chosen, *(others if scheme == "w4a8" else ())):
+
+        def multiply(linear: GpuLinear) -> Tensor:
+            if scheme == "int4":
+                return linear.multiply(x, plan=plan)
+            return linear.multiply_quantized(codes, scales, plan=plan)
+
+        wrong = error(multiply(first)[:, :256], seen @ exact.T)
+        assert wrong < 0.01, (scheme, plan, wrong)
+        us = median_us([partial(multiply, each) for each in made])
+        name = f"{scheme} {rows}x{depth} x {tokens}" if plan == chosen else "  the same by another plan"
+        cut = f"{plan.kernel} {plan.tiling.rows}x{plan.tiling.tokens}, {plan.tiling.stages} stages"
+        line(name, us, floor, wrong, cut)
+
+
+def exact_rows(linear: GpuLinear) -> Tensor:
+    """The first 256 rows of a quantized matrix, in float64."""
+    if isinstance(linear, ScaledLinear):
+        return linear.codes[:256].double() * linear.scales[:256].double()[:, None]
+    assert isinstance(linear, GroupedLinear)
+    weight = linear.weight
+    words = weight.codes[:, :256]  # [blocks, rows, words]: nibble i of word j is place words * i + j
+    nibbles = torch.stack([(words >> (4 * place)) & 15 for place in range(8)], 2).double() - 8
+    values = nibbles.permute(1, 0, 2, 3).reshape(256, -1)[:, : weight.depth]
+    scales = weight.scales[:, :256].T.double() * weight.row_scale[:256].double()[:, None]
+    return values * scales.repeat_interleave(weight.group, 1)[:, : weight.depth]
 
 
 def attention_step(
@@ -266,11 +321,13 @@ def bench_sampling(limits: Limits) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tune", action="store_true")
-    parser.add_argument("what", nargs="*", default=["linear", "attention", "small", "sampling"])
+    parser.add_argument("what", nargs="*", default=["linear", "w4a8", "attention", "small", "sampling"])
     options = parser.parse_args()
     limits = Limits()
     if "linear" in options.what:
         bench_linear(limits, options.tune)
+    if "w4a8" in options.what:
+        bench_w4a8(limits, options.tune)
     if "attention" in options.what:
         bench_attention(limits)
     if "small" in options.what:

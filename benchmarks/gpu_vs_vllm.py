@@ -1,12 +1,13 @@
 """tokenmill on one GPU, and vLLM where it is installed, on the same work: one model's shape, random weights.
 
-    python benchmarks/gpu_vs_vllm.py [--config FILE] [--variants bf16,fp8,int4] [--workloads single,decode64,...]
+    python benchmarks/gpu_vs_vllm.py [--config FILE] [--variants bf16,fp8,int4,w4a8] [--workloads single,decode64,...]
                                      [--steps 256] [--out FILE] [--vllm] [--vllm-python PYTHON] [--vllm-packages FOLDER]
 
 The shape is that of any config.json (default: Llama-3.1-8B's; `int4` is groups of 128 without zero points, for vLLM a
-GPTQ file of the same), the workloads are those of gpu_workloads.py. A line of JSON per workload as it is measured (also
-appended to `--out`), a table at the end. `--vllm` runs peers/vllm_bench.py before each variant; the table then has
-ratios. Each engine and variant has a process of its own, which imports its packages while the one before is measured
+GPTQ file of the same; `w4a8` the same groups with inputs rounded to float8 per token, one compressed-tensors config for
+both engines), the workloads are those of gpu_workloads.py. A line of JSON per workload as it is measured (also appended
+to `--out`), a table at the end. `--vllm` runs peers/vllm_bench.py before each variant; the table then has ratios. Each
+engine and variant has a process of its own, which imports its packages while the one before is measured
 and touches the GPU only when that one has ended. With the workload `features` there is a made-up tokenizer, for its
 grammars (vLLM: its default backend); only ours then makes text of what comes out. Ours answers a request first ("start
 to first token") and then captures all kinds of steps ("warm up"), as a server does when idle; vLLM captures before it
@@ -64,6 +65,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "bf16": {},
     "fp8": {"quantization": "fp8", "kv_cache_dtype": "fp8"},
     "int4": {"quantization": "int4"},
+    "w4a8": {},  # as its config says
 }
 OPTIONS: dict[str, Any] = {
     "load_format": "dummy",
@@ -73,7 +75,7 @@ OPTIONS: dict[str, Any] = {
     "batch_tokens": 16384,  # vLLM's offline default on a GPU of this size
 }
 VLLM_SCRIPT = Path(__file__).parent / "peers" / "vllm_bench.py"
-VLLM_OPTIONS = {"bf16": [], "fp8": ["--quantization", "fp8", "--kv-cache-dtype", "fp8"], "int4": []}
+VLLM_OPTIONS = {"bf16": [], "fp8": ["--quantization", "fp8", "--kv-cache-dtype", "fp8"], "int4": [], "w4a8": []}
 # Symmetric groups, as ours: vLLM has its fastest 4-bit kernels for such files.
 # Which linears are quantized it reads from the tensors of a file, or here: without either it computes in 16 bits.
 VLLM_INT4 = {
@@ -89,6 +91,23 @@ VLLM_INT4 = {
         ["mlp.down_proj"],
     ],
 }
+
+
+def packed_config(group: int) -> dict[str, Any]:
+    """W4A8 of compressed-tensors: 4-bit integers in symmetric groups, inputs rounded to float8 with a scale per token.
+    vLLM has one kernel for it, for Hopper, and that one wants groups of 128."""
+    weights = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": group, "symmetric": True}
+    inputs = {"num_bits": 8, "type": "float", "strategy": "token", "symmetric": True, "dynamic": True}
+    scheme = {"targets": ["Linear"], "weights": weights | {"dynamic": False}, "input_activations": inputs}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": scheme | {"output_activations": None}},
+        "ignore": ["lm_head"],
+    }
+
+
 HEAVY = ("prefill", "decode256", "mixed")  # workloads whose speed depends on how much power the tensor cores draw
 LOWER_IS_BETTER = {"seconds", "ttft_ms", "tpot_ms"}
 
@@ -119,7 +138,7 @@ def measure(variant: str, model: Path, names: list[str], sizes: dict[str, int]) 
 
         workloads = Workloads(generate, **sizes, grammars=(model / "tokenizer.json").exists())
         workloads.run(names)
-        if variant == "int4":
+        if variant in ("int4", "w4a8"):
             make_codes_alike(llm)
             workloads.suffix = ", codes alike"
             workloads.run([name for name in HEAVY if name in names])
@@ -241,19 +260,21 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         plain = write_model(Path(folder) / "plain", config)
         int4 = write_model(Path(folder) / "int4", config, quantization_config=VLLM_INT4)
+        w4a8 = write_model(Path(folder) / "w4a8", config, quantization_config=packed_config(128))
         if "features" in arguments.workloads.split(","):  # some of which are grammars
-            for model in (plain, int4):
+            for model in (plain, int4, w4a8):
                 write_tokenizer(model, config)
         more = ["--workloads", arguments.workloads, "--steps", str(arguments.steps)]
         jobs = []
         for variant in arguments.variants.split(","):
             if arguments.vllm:
-                model = int4 if variant == "int4" else plain
+                model = {"int4": int4, "w4a8": w4a8}.get(variant, plain)
                 vocabulary = ["--vocabulary", str(sizes["vocabulary"])]
                 peer = [str(VLLM_SCRIPT), str(model), *VLLM_OPTIONS[variant], *more, *vocabulary]
                 jobs.append(Job("vllm", variant, [arguments.vllm_python, *peer], arguments.vllm_packages))
             shape = [] if arguments.config is None else ["--config", str(arguments.config)]
-            command = [sys.executable, __file__, *shape, "--variants", variant, *more, "--alone", str(plain)]
+            own = w4a8 if variant == "w4a8" else plain
+            command = [sys.executable, __file__, *shape, "--variants", variant, *more, "--alone", str(own)]
             jobs.append(Job("tokenmill", variant, command))
         collect(jobs, keep)
     print(table(rows))

@@ -1,6 +1,6 @@
 """Compile GPU kernels for Hopper (sm_90) on a machine without a GPU, as launched for known models: experts (also those
 that lie in host memory), attention with sinks, latent attention, float8 weights in blocks, routers, recurrent layers,
-adapters; of Llama-3.1-8B in float16 its products and attention; attention over quantized pages.
+adapters; of Llama-3.1-8B in float16 its products and attention, its W4A8 products; attention over quantized pages.
 
     python -m tools.compile_gpu_kernels [--all] [NAME ...]
 
@@ -38,6 +38,7 @@ from triton.runtime.jit import JITFunction
 from tokenmill.kernels.triton.shared import launch
 from tools.gpu_float16_cases import float16_cases
 from tools.gpu_packed_cases import packed_cases
+from tools.gpu_w4a8_cases import w4a8_cases
 
 SHARED_BYTES = 232448  # that one program can have on Hopper
 BINARIES = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
@@ -49,6 +50,8 @@ KNOWN_SPILLS = (
     # Of prompts: four accumulators beside four operands. int8 with a float scale: one or two registers.
     *(f"packed {name} 128 mixed" for name in ("int4", "int4_per_token_head", "turboquant4")),
     "packed int8_per_token_head",
+    # A few scales of small groups, once a block, beside the sums of tiles of 128 tokens.
+    *(f"w4a8 {group} grouped_fp8" for group in ("32", "64", "32 zeros")),
 )
 TOKENS = (1, 4, 16, 64, 256, 4096)
 
@@ -363,7 +366,8 @@ def main() -> None:
     JITFunction.run = lambda self, *args, **keywords: compilation(self, *args, **keywords)
     print(f"Triton {triton.__version__}")
     attention = (_attention_cases(), _prefix_cases(), _latent_cases())
-    others = (*attention, _linear_cases(), float16_cases(STEPS, _batch), packed_cases(_batch), _recurrent_cases())
+    linears = (_linear_cases(), w4a8_cases(), float16_cases(STEPS, _batch))
+    others = (*attention, *linears, packed_cases(_batch), _recurrent_cases())
     for name, call in itertools.chain(_expert_cases(options.all), *others, _adapter_cases()):
         if all(part in name for part in options.names):
             compilation.case = name

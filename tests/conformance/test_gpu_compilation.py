@@ -1,5 +1,5 @@
-"""Kernels of experts, attention, float8 blocks, recurrent layers, quantized pages and of models in float16 compile for
-Hopper, within its registers and shared memory, on a machine without a GPU."""
+"""Kernels of experts, attention, float8 blocks, W4A8, recurrent layers, quantized pages and of models in float16
+compile for Hopper, within its registers and shared memory, on a machine without a GPU."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ _ROOT = Path(__file__).parents[2]
         "latent",
         "blocks",
         "router",
+        "w4a8 128",
         "recurrent",
         "adapters",
         "half",

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.gpu_vs_vllm import packed_config
 from tests.gpu.models import greedy, worst_choice, write_config
 from tests.interpreter import slow_interpreted
 from tokenmill import LLM, SamplingParams
@@ -133,6 +134,22 @@ def test_float8_in_blocks_is_captured_and_stays_close(tmp_path: Path) -> None:
             type(weight.kernel.run).__name__ for weight in llm.parts.runtime.model.weights.values() if weight.kernel
         }
         assert used == {"JoinedRows", "BlockLinear", "RouterLinear", "DenseLinear"}, "none by the torch spec"
+    with spec(folder) as reference:
+        assert max(worst_choice(reference, *pair) for pair in zip(asked, answers, strict=True)) < 0.5
+
+
+@pytest.mark.usefixtures("same_weights")
+def test_four_bits_with_float8_inputs_are_captured_and_stay_close(tmp_path: Path) -> None:
+    """A prompt of more rows than are multiplied in 16 bits, then steps of few."""
+    changes = {} if ON_GPU else SHALLOW["llama"]
+    folder = write_config(tmp_path, quantization_config=packed_config(32), **changes)
+    asked = [list(range(3, 43)), [5, 6, 7]]
+    with engine(folder, "cuda_graph", batch_tokens=48) as llm:
+        answers = greedy(llm, asked, LENGTH)
+        weights = llm.parts.runtime.model.weights.values()
+        runs = [weight.kernel.run for weight in weights if weight.kernel]
+        used = {type(getattr(run, "whole", run)).__name__ for run in runs}
+        assert used == {"RoundedGroupedLinear", "DenseLinear"}, "none by the torch spec"
     with spec(folder) as reference:
         assert max(worst_choice(reference, *pair) for pair in zip(asked, answers, strict=True)) < 0.5
 

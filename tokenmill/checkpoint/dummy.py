@@ -15,7 +15,7 @@ from tokenmill.checkpoint.base import StoredTensor
 from tokenmill.checkpoint.safetensors import float_type_of, read_json
 from tokenmill.errors import CheckpointError, UserError
 
-MADE_UP_METHODS = ("fp8", "mxfp4")
+MADE_UP_METHODS = ("fp8", "mxfp4", "compressed-tensors")
 
 
 class DummyCheckpoint:
@@ -26,10 +26,13 @@ class DummyCheckpoint:
             raise CheckpointError(f"{path} has no config.json", "dummy weights need a directory with one")
         config = read_json(path / "config.json")
         self._quantization: dict[str, object] = config.get("quantization_config") or {}
-        if self._quantization and self._quantization.get("quant_method") not in MADE_UP_METHODS:
+        method, layout = self._quantization.get("quant_method"), self._quantization.get("format")
+        packed = method != "compressed-tensors" or layout == "pack-quantized"
+        if self._quantization and not (method in MADE_UP_METHODS and packed):
             raise UserError(
-                f"{path} describes weights quantized by {self._quantization.get('quant_method')}",
-                f"only {' and '.join(MADE_UP_METHODS)} can be made up: use a plain config.json and --quantization",
+                f"{path} describes weights quantized by {method}" + ("" if packed else f" as {layout}"),
+                f"only {', '.join(MADE_UP_METHODS)} (pack-quantized) can be made up: "
+                "use a plain config.json and --quantization",
             )
         self.path, self._config = path, config
         description = hf_config.describe(config, None)

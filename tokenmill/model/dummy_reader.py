@@ -12,10 +12,12 @@ from torch import Tensor
 from tokenmill.checkpoint.base import Checkpoint, StoredTensor
 from tokenmill.model.architectures import architecture_of
 from tokenmill.model.formats.base import LinearWeight
+from tokenmill.model.formats.bits import words_for
 from tokenmill.model.formats.dense import DenseWeight
 from tokenmill.model.formats.float4 import Float4Weight
 from tokenmill.model.formats.float8 import Float8Weight
-from tokenmill.model.formats.settings import input_rounding
+from tokenmill.model.formats.packed_int import PackedIntWeight
+from tokenmill.model.formats.settings import input_rounding, weight_settings
 from tokenmill.model.reader import WeightReader
 
 _SPREAD = 0.02  # standard deviation, that of usual initializations
@@ -73,6 +75,19 @@ class DummyReader(WeightReader):
             return Float4Weight(
                 {"weight_packed": tensor(rows, columns // 2, dtype=torch.uint8), "weight_scale": scales}, prefix
             )
+        if method == "compressed-tensors":  # integers in symmetric groups
+            weights = weight_settings(self.checkpoint, prefix)
+            if not weights:
+                return None
+            group = weights.get("group_size") or columns
+            packed = tensor(rows, words_for(columns, int(weights["num_bits"])), dtype=torch.int32)
+            scales = tensor(rows, columns // group, dtype=torch.float32)
+            return PackedIntWeight(
+                {"weight_packed": packed, "weight_scale": scales, "weight_shape": torch.tensor(shape)},
+                prefix,
+                weights,
+                input_rounding(self.checkpoint, prefix),
+            )
         block = settings.get("weight_block_size")
         size = [-(-rows // block[0]), -(-columns // block[1])] if isinstance(block, list) else [1]
         tensors = {
@@ -95,7 +110,10 @@ def matrix_shapes(checkpoint: Checkpoint) -> dict[str, tuple[int, int]]:
 
 
 def fill(meta: Tensor, device: torch.device, generator: torch.Generator | None = None) -> Tensor:
-    """Random values in place of a meta tensor: of a matrix, of codes (one byte, or two in one), or of their scales."""
+    """Random values in place of a meta tensor: of a matrix, of codes (a byte, or several in a byte or word), or of
+    their scales."""
+    if meta.dtype == torch.int32:
+        return torch.randint(-(2**31), 2**31, meta.shape, dtype=torch.int32, device=device, generator=generator)
     if meta.dtype == torch.uint8:
         return torch.randint(0, 256, meta.shape, dtype=torch.uint8, device=device, generator=generator)
     if meta.dtype == torch.float8_e8m0fnu:  # a power of two beside codes of 1 to 6

@@ -296,7 +296,8 @@ def _largest_dequantized(model: LoadedModel) -> int:
     """Bytes of the largest group-quantized matrix in 16 bits, to which products with many tokens dequantize it."""
     kernels = [weight.kernel.run for weight in model.weights.values() if weight.kernel is not None]
     matrices: list[Any] = [getattr(kernel, "whole", kernel) for kernel in kernels]
-    grouped = [matrix for matrix in matrices if getattr(matrix, "kind", "") in ("int4", "grouped4", "grouped8")]
+    kinds = ("int4", "grouped4", "grouped8", "w4a8", "w4a8g32", "w4a8row")
+    grouped = [matrix for matrix in matrices if getattr(matrix, "kind", "") in kinds]
     return max((2 * matrix.rows * matrix.depth for matrix in grouped), default=0)
 
 

@@ -6,6 +6,8 @@
   grouped_gemv.py  one token, 4-bit groups
   skinny.py        few tokens, bf16, fp8 or int8, on the tensor cores
   grouped.py       4- and 8-bit groups, any number of tokens; `GroupedWeight`, the layout of all grouped kernels
+  w4a8.py          grouped codes whose input is rounded to float8: `RoundedGroupedLinear`
+  grouped_fp8.py   their product on FP8 tensor cores
   hopper/          4-bit groups with 65 to 512 tokens on Hopper, in Gluon
   dequantize.py    grouped codes as bf16, for the vendor's library
   tile.py          device functions that these share

@@ -4,7 +4,8 @@ A plan is what was measured here, if anything was (`PlanTable`, a file of the us
 else `rule`, whose table was fitted to an H200 with `benchmarks/gpu_kernels.py linear`. Also decided here: what a plan's
 kernel fuses, how often its depth is split, where scales go, which matrices are better expanded to bf16. Knows shapes
 only: no weights, no launches. Kinds: "bf16"; "fp8", "int8" (a scale per row, input quantized per token); with groups
-along the depth "int4" (blocks of 32 words, groups of 32 or more), "grouped4" (small or uneven ones), "grouped8".
+along the depth "int4" (blocks of 32 words, groups of 32 or more), "grouped4" (small or uneven ones), "grouped8"; int4
+with float8 inputs "w4a8", "w4a8g32" (groups of 32), "w4a8row" (one scale for a row).
 
 | kind       | tokens  | kernel      | why (N, K: rows and depth of the matrix; us: all products of a layer of 8B)    |
 |------------|---------|-------------|---------------------------------------------------------------------------------|
@@ -23,8 +24,13 @@ along the depth "int4" (blocks of 32 words, groups of 32 or more), "grouped4" (s
 | grouped4,  | 33-128  | grouped     | N <= 8192                                                                      |
 | grouped8   | 33-256  | grouped     | N > 8192, or from 129 tokens K > 8192                                          |
 |            | others  | library     | expanded to bf16 first: unpacking for every tile of tokens would take longer   |
+| w4a8,      | 1-32    | as int4     | bound by reading the codes; float8 inputs are multiplied as float16            |
+| w4a8row    | 33-     | grouped_fp8 | half the cycles of 16-bit products, and fewer instructions to unpack a code;   |
+|            |         |             | w4a8row (one scale per row) from 513 on library: expanded to float8, exactly   |
+| w4a8g32    | 1-      | as grouped4 | groups of 32 (w4a8: 64 and 128): scaling their sums would cost what FP8 saves  |
 
-Hopper rows hold where `on_hopper()`; elsewhere the rows of "int4, grouped4, grouped8" do.
+The rows of w4a8 follow from counts of instructions [not measured yet]. Hopper rows hold where `on_hopper()`; elsewhere
+the rows of "int4, grouped4, grouped8" do.
 """
 
 from __future__ import annotations
@@ -44,12 +50,14 @@ from torch import Tensor
 from tokenmill.kernels.triton.shared.launch import INTERPRETED, num_processors, on_hopper
 
 GEMV, SKINNY, GROUPED, LIBRARY = "gemv", "skinny", "grouped", "library"
-HOPPER, HOPPER_WIDE = "hopper", "hopper_wide"
-KERNELS = (GEMV, SKINNY, GROUPED, HOPPER, HOPPER_WIDE, LIBRARY)
+HOPPER, HOPPER_WIDE, GROUPED_FP8 = "hopper", "hopper_wide", "grouped_fp8"
+KERNELS = (GEMV, SKINNY, GROUPED, GROUPED_FP8, HOPPER, HOPPER_WIDE, LIBRARY)
+W4A8 = ("w4a8", "w4a8g32", "w4a8row")
 CACHE_VARIABLE = "TOKENMILL_TUNING"  # a file of its own, or "off"
 SMALL_ROWS = 8192  # rows of the matrix up to which a product is one of many small tiles
 WHOLE_DEPTH = 4096  # of a row that the threads of one program hold in registers
 HOPPER_TOKENS = range(65, 513)  # 4-bit groups are worth unpacking beside the tensor cores
+W4A16_TOKENS = 32  # up to which float8 inputs of 4-bit groups are multiplied in 16 bits
 WIDE_TOKENS = range(129, 257)  # of those, a tile of 256 tokens
 FUSED_TOKENS = 32  # a tile of more has no room for two halves of the rows side by side
 FOLD_TOKENS = 64  # from this many on, scales of small groups go into the weights: there would be too many sums
@@ -87,12 +95,16 @@ def bucket(tokens: int) -> int:
 def rule(kind: str, rows: int, depth: int, tokens: int) -> Plan:
     """The plan without measurements: the table of the module's head."""
     if INTERPRETED:
-        kernel = GROUPED if kind in ("int4", "grouped4", "grouped8") else GEMV if tokens == 1 else SKINNY
+        if kind in W4A8 and tokens > W4A16_TOKENS:
+            return Plan(GROUPED_FP8, Tiling(16, 64, 0, 4, 1))
+        kernel = GROUPED if kind in ("int4", "grouped4", "grouped8", *W4A8) else GEMV if tokens == 1 else SKINNY
         return Plan(kernel, Tiling(16, 64, 0, 4, 1))
     if kind == "bf16":
         return _bf16_rule(rows, depth, tokens)
     if kind in ("fp8", "int8"):
         return _scaled_rule(kind, rows, depth, tokens)
+    if kind in W4A8:
+        return _w4a8_rule(kind, rows, depth, tokens)
     return _grouped_rule(kind, rows, depth, tokens)
 
 
@@ -149,6 +161,19 @@ def _grouped_rule(kind: str, rows: int, depth: int, tokens: int) -> Plan:
     return Plan(GROUPED, Tiling(128, 0, 0, 8, 3, 0, 64 if tokens <= 64 else 128))
 
 
+def _w4a8_rule(kind: str, rows: int, depth: int, tokens: int) -> Plan:
+    if tokens <= W4A16_TOKENS:
+        return _grouped_rule("int4", rows, depth, tokens)
+    if kind == "w4a8g32":
+        return _grouped_rule("grouped4", rows, depth, tokens)
+    if kind == "w4a8row" and tokens > 512:
+        return Plan(LIBRARY)
+    if tokens <= 64:
+        return Plan(GROUPED_FP8, Tiling(64, 0, 0, 4, 3, 2, 64))
+    # Two small tiles on a processor unpack and multiply by turns; a large one reads each token for twice the rows.
+    return Plan(GROUPED_FP8, Tiling(64, 0, 0, 4, 3) if tokens <= 256 else Tiling(128, 0, 0, 8, 3))
+
+
 def fuses_gate(plan: Plan, rows: int, tokens: int) -> bool:
     """Whether a product by this plan can apply silu(first half of its rows) * second half by itself."""
     if plan.kernel in (HOPPER, HOPPER_WIDE):
@@ -188,6 +213,10 @@ def choose_splits(tiles: int, steps: int, device: torch.device, per_processor: i
 def candidates(kind: str, rows: int, depth: int, tokens: int) -> list[Plan]:
     """The rule's plan and its neighbours."""
     plans = [rule(kind, rows, depth, tokens)]
+    if kind in W4A8:
+        plans += [Plan(GROUPED_FP8, Tiling(64, 0, 0, 4, 3, 0, 64)), Plan(GROUPED_FP8, Tiling(64, 0, 0, 4, 4, 2, 64))]
+        plans += [Plan(GROUPED_FP8, Tiling(64, 0, 0, 4, 3)), Plan(GROUPED_FP8, Tiling(128, 0, 0, 8, 3))]
+        kind = "int4"  # and what multiplies its codes in 16 bits
     if kind == "bf16":
         plans += [Plan(LIBRARY)]
         if tokens == 1:

@@ -188,6 +188,7 @@ def add_stretches(
                 x_tile = tl.load(x_rows[None, :] + offset[:, None])
             else:
                 x_tile = tl.load(x_rows[None, :] + offset[:, None], mask=offset[:, None] < K, other=0.0)
+            x_tile = x_tile.to(part.dtype)  # 8-bit inputs; others are of that type
             if AFFINE:
                 part = part - zeros[first // PER_GROUP][:, None].to(part.dtype)
             if FOLD:
@@ -202,10 +203,12 @@ def add_stretches(
 
 @triton.jit(do_not_specialize=["M", "splits"])
 def _grouped(
-    x, weight, bias, out, heads, sums, M, N, K, steps, x_stride, out_stride, splits,
+    x, x_scale, weight, bias, out, heads, sums, M, N, K, steps, x_stride, out_stride, splits,
     VARIANT: tl.constexpr, LAYOUT: tl.constexpr,
 ):  # fmt: skip
-    """x [M, K] @ weight [N, K]^T, `steps` blocks of codes deep; `heads` and LAYOUT are the rotary epilogue's."""
+    """x [M, K] @ weight [N, K]^T, `steps` blocks of codes deep; `heads` and LAYOUT are the rotary epilogue's.
+    x may be of 8 bits, x_scale [M] then is its scales: every such number is a float16."""
+    TYPE: tl.constexpr = tl.float16 if x.dtype.element_ty.primitive_bitwidth == 8 else x.dtype.element_ty
     BM: tl.constexpr = VARIANT.tokens
     BN: tl.constexpr = VARIANT.rows
     WIDTH: tl.constexpr = VARIANT.width
@@ -245,9 +248,9 @@ def _grouped(
     for step in range(first, last):
         packed = tl.load(code_rows[:, None] + step * step_codes + inner[None, :], eviction_policy="evict_first")
         if BITS == 4:
-            parts = unpack_words(packed, x.dtype.element_ty, INTERPRET)
+            parts = unpack_words(packed, TYPE, INTERPRET)
         else:
-            parts = (packed.to(tl.float32 if INTERPRET else x.dtype.element_ty),)
+            parts = (packed.to(tl.float32 if INTERPRET else TYPE),)
         k = step * (STRETCHES * WIDTH) + inner
         if AHEAD:
             next_line = tl.minimum(step + 1, steps - 1) * line_step
@@ -263,6 +266,8 @@ def _grouped(
                 acc, parts, x_rows, k, K, now, zero, STRETCHES, GROUP // WIDTH, EVEN_K, FOLD, AFFINE, INTERPRET
             )
     acc *= tl.load(weight.row_scale + safe)[:, None]
+    if x_scale is not None:
+        acc *= tl.load(x_scale + tl.minimum(tokens, M - 1))[None, :]
     tiles = tl.num_programs(0) * tl.num_programs(2)
     number = token_tile * tl.num_programs(0) + tile
     is_last = True
@@ -294,9 +299,11 @@ def grouped_matmul(
     tiling: Tiling = Tiling(),  # noqa: B008
     gated: bool = False,
     heads: HeadPlaces | None = None,
+    x_scale: Tensor | None = None,
 ) -> Tensor:
-    """x bf16 or float16 [M, K] @ weight^T (+ bias). `tiling.depth` is not used: a step is one block of codes. `gated`:
-    silu of the first half of the result times the second. `heads`: rotated and stored there, the queries returned."""
+    """x bf16 or float16 [M, K], or 8 bits with x_scale [M], @ weight^T (+ bias). `tiling.depth` is not used: a step is
+    one block of codes. `gated`: silu of the first half of the result times the second. `heads`: rotated and stored
+    there, the queries returned."""
     tokens = x.shape[0]
     width = weight.rows // 2 if gated else weight.rows
     out = heads.queries if heads else torch.empty(tokens, width, dtype=out_dtype, device=x.device)
@@ -323,6 +330,7 @@ def grouped_matmul(
     )
     _grouped[(tiles, splits, token_tiles)](
         x,
+        x_scale,
         weight.tensors,
         bias,
         out,

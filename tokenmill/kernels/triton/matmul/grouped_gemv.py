@@ -89,7 +89,7 @@ def load_stretch(x, k, K, EVEN: tl.constexpr):
 
 @triton.jit
 def _grouped_gemv(
-    x, weight, bias, out, heads, N, K, steps, VARIANT: tl.constexpr, LAYOUT: tl.constexpr
+    x, x_scale, weight, bias, out, heads, N, K, steps, VARIANT: tl.constexpr, LAYOUT: tl.constexpr
 ):  # fmt: skip
     BN: tl.constexpr = VARIANT.rows
     WORDS: tl.constexpr = VARIANT.words
@@ -128,6 +128,8 @@ def _grouped_gemv(
     if VARIANT.pdl:
         tl.extra.cuda.gdc_wait()
     position, slot = load_places(heads, tl.arange(0, 1), 1, LAYOUT)
+    if x_scale is not None:
+        of_row *= tl.load(x_scale)
     weighted = tl.zeros([BN, BLOCKS * 8], dtype=tl.float32)  # a value for each thread: it reads four words of a block
     for line in tl.static_range(PIECES * GROUPS):
         k = ((line // GROUPS) * BLOCKS + column // 32) * 256 + (line % GROUPS) * GROUP + column % 32
@@ -161,6 +163,7 @@ def grouped_gemv(
     tiling: Tiling = Tiling(rows=4),  # noqa: B008
     gated: bool = False,
     heads: HeadPlaces | None = None,
+    x_scale: Tensor | None = None,
 ) -> Tensor:
     """x [1, K] @ weight^T (+ bias), arguments as `grouped_matmul` has them; of `tiling` rows and warps count."""
     assert weight.bits == 4 and weight.codes.shape[2] == BLOCK_WORDS <= weight.group, "kind int4"  # noqa: PT018
@@ -180,6 +183,7 @@ def grouped_gemv(
     )
     _grouped_gemv[(triton.cdiv(weight.rows, tiling.rows),)](
         x,
+        x_scale,
         weight.tensors,
         bias,
         out,

@@ -43,10 +43,12 @@ class JoinedRows:
 
 def expand_small(parts: Sequence[GpuLinear], dtype: torch.dtype = torch.bfloat16) -> list[GpuLinear]:
     """Matrices that share an input, those of grouped codes in `dtype` if all parts together are small. (What the user
-    asked to round at load stays as it is: the loader does not call this for it.)"""
+    asked to round at load stays as it is: the loader does not call this for it; so does what rounds its input.)"""
     if not worth_expanding(sum(part.rows for part in parts), parts[0].depth):
         return list(parts)
-    return [_expanded(part, dtype) if isinstance(part, GroupedLinear) else part for part in parts]
+    return [
+        _expanded(part, dtype) if isinstance(part, GroupedLinear) and not part.activations else part for part in parts
+    ]
 
 
 def _expanded(linear: GroupedLinear, dtype: torch.dtype) -> DenseLinear:
@@ -72,7 +74,9 @@ def join_linears(parts: Sequence[GpuLinear]) -> GpuLinear | None:
         return ScaledLinear(codes, scales, bias, first.detail, first.input_scale)
     if isinstance(first, GroupedLinear):
         weight = _join_grouped([part.weight for part in _all(parts, GroupedLinear)])
-        return None if weight is None else GroupedLinear(weight, bias, first.detail)
+        if weight is None or len({part.input_scale for part in parts}) > 1:
+            return None
+        return first.like(weight, bias)
     if isinstance(first, BlockLinear) and not any(part.rows % BLOCK for part in parts[:-1]):
         blocks = _all(parts, BlockLinear)
         codes = torch.cat([part.codes.view(torch.uint8) for part in blocks]).view(first.codes.dtype)

@@ -235,6 +235,10 @@ class GroupedLinear(GpuLinear):
     def nbytes(self) -> int:
         return self.weight.nbytes
 
+    def like(self, weight: GroupedWeight, bias: Tensor | None) -> GroupedLinear:
+        """Other codes that are multiplied as these are."""
+        return GroupedLinear(weight, bias, self.detail)
+
     def multiply(
         self,
         x: Tensor,

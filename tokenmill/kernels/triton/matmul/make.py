@@ -23,6 +23,7 @@ from tokenmill.kernels.triton.matmul.linear import (
     ScaledLinear,
     float_name,
 )
+from tokenmill.kernels.triton.matmul.w4a8 import RoundedGroupedLinear
 from tokenmill.kernels.triton.shared.launch import INTERPRETED
 
 if TYPE_CHECKING:
@@ -30,17 +31,19 @@ if TYPE_CHECKING:
 
 
 def quantize_at_load(values: Tensor, bias: Tensor | None, scheme: str, group: int = 128) -> GpuLinear:
-    """A float matrix [N, K] rounded to nearest on its device: "fp8", "int8" (per row) or "int4" (groups, symmetric)."""
+    """A float matrix [N, K] rounded to nearest on its device: "fp8", "int8" (per row), "int4" (groups, symmetric)
+    or "w4a8" (int4, and the input rounded to fp8)."""
     values = values.float()
     if scheme in ("fp8", "int8"):
         codes, scales = quantize_rows(values.contiguous(), scheme)
         scales = scales.clone()  # by an ordinary kernel: no dependent launch of a product reads codes half written
         return ScaledLinear(codes, scales, bias, f"{scheme} per row x token, rounded at load")
-    assert scheme == "int4", scheme
+    assert scheme in ("int4", "w4a8"), scheme
     grouped = values.view(values.shape[0], -1, group)
     scales = (grouped.abs().amax(-1) / 7.5).clamp(min=1e-12)
     codes = (grouped / scales[..., None]).round().clamp(-8, 7).to(torch.int8).view_as(values)
-    return GroupedLinear(repack.pack_groups(codes, scales, None, 4), bias, f"int4 g{group}, rounded at load")
+    kind = GroupedLinear if scheme == "int4" else RoundedGroupedLinear
+    return kind(repack.pack_groups(codes, scales, None, 4), bias, f"{scheme} g{group}, rounded at load")
 
 
 def make_router(values: Tensor, bias: Tensor | None) -> RouterLinear | None:
@@ -93,6 +96,8 @@ def from_quantized(
     if (scheme.element, scheme.block_rows, scheme.group_size, scheme.activations) == ("e4m3", 128, 128, "fp8_group128"):
         scales = matrix.scales.float() * matrix.global_scale
         return BlockLinear(matrix.codes.to(device).view(torch.float8_e4m3fn), scales, bias)
+    if scheme.element == "int" and scheme.activations in ("fp8_token", "fp8_static"):
+        return _rounded(matrix, bias, device, matrix.input_scale or input_scale)
     if scheme.activations != "none":
         raise Declined(f"no kernel rounds its input as {scheme.activations} for {scheme.element} weights of this shape")
     grouped = repack.from_matrix(matrix, device)
@@ -100,6 +105,19 @@ def from_quantized(
         return GroupedLinear(grouped, bias, f"{scheme.element}{scheme.bits} as {grouped.bits}-bit g{grouped.group}")
     detail = f"{float_name(dtype)} (expanded from {scheme.element}{scheme.bits})"
     return DenseLinear(matrix.dequantize().to(device), bias, detail, dtype)
+
+
+def _rounded(matrix: Any, bias: Tensor | None, device: torch.device, input_scale: float | None) -> RoundedGroupedLinear:
+    """W4A8: integers in groups, or a scale per row, times inputs rounded to float8."""
+    scheme = matrix.scheme
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
+        raise Declined("float8 inputs need compute capability 8.9 or later")
+    grouped = repack.from_matrix(matrix, device)
+    if grouped is None:
+        raise Declined(f"no kernel for float8 inputs and groups of {scheme.group_size or matrix.codes.shape[1]}")
+    fixed = float(input_scale or 0.0) if scheme.activations == "fp8_static" else 0.0
+    detail = f"int{scheme.bits} as {grouped.bits}-bit g{grouped.group} x fp8 per {'tensor' if fixed else 'token'}"
+    return RoundedGroupedLinear(grouped, bias, detail, fixed)
 
 
 def _scaled(matrix: Any, bias: Tensor | None, device: torch.device, input_scale: float | None) -> ScaledLinear | None:
