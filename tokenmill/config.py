@@ -222,7 +222,8 @@ class EngineConfig:
     speculate: str = option(
         "off",
         "Speculative decoding (lossless): off, auto (suffix, while it is measured to pay), ngram, suffix, draft:MODEL, "
-        "self:layers=N, self:TYPE (the same weights as q2_k, ...) or head:DIR (trained by train-draft).",
+        "self:layers=N, self:TYPE (the same weights as q2_k, ...), head:DIR (made by train-draft, or a published EAGLE "
+        "head) or mtp (the layer for it that the checkpoint brings).",
         metavar="DRAFTER",
     )
     draft_tokens: int | None = automatic(

@@ -132,10 +132,14 @@ def _speculation(name: str, value: Any) -> Mapping[str, Any]:
         found["speculate"] = method
     elif method in (None, "draft_model") and model:
         found["speculate"] = f"draft:{model}"
+    elif method in ("eagle", "eagle3") and model:
+        found["speculate"] = f"head:{model}"
+    elif isinstance(method, str) and method.endswith("mtp"):  # vLLM has names by model type
+        found["speculate"] = "mtp"
     elif method is not None:
         raise UserError(
             f"{flag_text(name)}: method '{method}' is not available here",
-            "use --speculate head:DIR with a head trained by `tokenmill train-draft`, or ngram, suffix or draft:MODEL",
+            "use --speculate head:DIR (an EAGLE head, or one of `tokenmill train-draft`), ngram, suffix or draft:MODEL",
         )
     if settings:
         raise UserError(

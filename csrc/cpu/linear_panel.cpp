@@ -64,8 +64,8 @@ class IntegerLinear final : public PanelLinear {
         quad_form_{layout.cols, requantizes(layout) ? kQuantBlock : 32, kernels.quad_run} {
     const int64_t by_size = std::max<int64_t>(1, kTileBytes / layout.panel_bytes);
     tile_panels_ = int(std::max<int64_t>(1, std::min(by_size, num_panels() / wanted_tiles())));
-    if (kernels.tiles) tiled_from_ = kernels.tiles->from(layout);
-    if (tiled_from_ != kNoTiles) tiling_ = std::make_unique<PanelTiling>(*this, *kernels.tiles, precise);
+    if (kernels.tiles && !precise) tiled_from_ = kernels.tiles->from(layout);
+    if (tiled_from_ != kNoTiles) tiling_ = std::make_unique<PanelTiling>(*this, *kernels.tiles);
   }
 
   void multiply_floats() override { tiled_from_ = kNoTiles; }  // rounded inputs are int8 codes: exact as integers
@@ -81,7 +81,7 @@ class IntegerLinear final : public PanelLinear {
   }
 
   void quantize(const float* x, int64_t ldx, int begin, int end, int m, void* activations) const override {
-    if (tiled(m)) return tiling_->quantize(x, ldx, begin, end, m, activations);
+    if (tiled(m)) return tiling_->quantize(x, ldx, begin, end, activations);
     uint8_t* out = static_cast<uint8_t*>(activations);
     const int64_t second = set_bytes(m);
     thread_local std::vector<float> kept;

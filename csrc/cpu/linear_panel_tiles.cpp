@@ -1,18 +1,17 @@
 // Division of the tiled products over panels (see panel_tiles.h). Used by linear_panel.cpp.
 #include <algorithm>
 #include <cstring>
-#include <vector>
 
 #include "linear_panel.h"
 #include "panel_tiles.h"
 
 namespace tokenmill {
 
-PanelTiling::PanelTiling(const PanelLinear& weight, const PanelTiles& tiles, bool precise)
-    : weight_(weight), tiles_(tiles), expand_(tiles.expand(weight.layout)), precise_(precise) {}
+PanelTiling::PanelTiling(const PanelLinear& weight, const PanelTiles& tiles)
+    : weight_(weight), tiles_(tiles), expand_(tiles.expand(weight.layout)) {}
 
-int64_t PanelTiling::set_values(int m) const {
-  return int64_t((m + kPanelTileRows - 1) / kPanelTileRows) * kPanelTileRows * weight_.cols;
+size_t PanelTiling::activation_bytes(int m) const {
+  return size_t((m + kPanelTileRows - 1) / kPanelTileRows) * kPanelTileRows * size_t(weight_.cols) * 2;
 }
 
 int PanelTiling::num_pairs() const { return int((weight_.num_panels() + kPanelsAtOnce - 1) / kPanelsAtOnce); }
@@ -28,15 +27,12 @@ size_t PanelTiling::scratch_bytes(int m) const {
   return size_t(kPanelsAtOnce * kTileChunk * kPanelCols) * 2 + size_t(row_block(m)) * kTiledSums * sizeof(float);
 }
 
-void PanelTiling::quantize(const float* x, int64_t ldx, int begin, int end, int m, void* activations) const {
-  thread_local std::vector<float> rest;
-  if (precise_ && rest.size() < size_t(weight_.cols)) rest.resize(size_t(weight_.cols));
-  for (int row = begin; row < end; ++row) {
-    uint16_t* to = static_cast<uint16_t*>(activations) + int64_t(row / kPanelTileRows) * kPanelTileRows * weight_.cols +
-                   row % kPanelTileRows * kTileDepth;
-    tiles_.round_row(x + row * ldx, weight_.cols, to, precise_ ? rest.data() : nullptr);
-    if (precise_) tiles_.round_row(rest.data(), weight_.cols, to + set_values(m), nullptr);
-  }
+void PanelTiling::quantize(const float* x, int64_t ldx, int begin, int end, void* activations) const {
+  for (int row = begin; row < end; ++row)
+    tiles_.round_row(x + row * ldx, weight_.cols,
+                     static_cast<uint16_t*>(activations) +
+                         int64_t(row / kPanelTileRows) * kPanelTileRows * weight_.cols +
+                         row % kPanelTileRows * kTileDepth);
 }
 
 void PanelTiling::run(int piece, int m, const void* activations, const float* bias, float* y, int64_t ldy,
@@ -58,10 +54,6 @@ void PanelTiling::run(int piece, int m, const void* activations, const float* bi
     product.depth = (end - begin) / kTileDepth;
     product.rows = static_cast<const uint16_t*>(activations) + int64_t(first) * cols + begin * kPanelTileRows;
     product.add = begin > 0;
-    tiles_.multiply(product);
-    if (!precise_) continue;
-    product.rows += set_values(m);
-    product.add = true;
     tiles_.multiply(product);
   }
   const int64_t base = panel * kPanelCols;

@@ -3,8 +3,8 @@
 // A scale for each 32 weights ends an integer sum after 32 products, and the tile of sums must leave its register for
 // it. Here the scales go into the weights instead: a thread expands its panels to bfloat16, code by code, and sums stay
 // in float32 tiles over all k of a chunk. bfloat16 has half the rate of int8, and is closer to float32 than activations
-// in int8: both factors are rounded to 8 bits of their own exponent. A precise weight sees the rest of its activations
-// in a second set of tiles. linear_panel.cpp decides when, arch/amx_panel_tiles.cpp has the kernels.
+// in int8: both factors are rounded to 8 bits of their own exponent. Precise weights stay with integers, which keep
+// their codes. linear_panel.cpp decides when, arch/amx_panel_tiles.cpp has the kernels.
 //
 // Tiles are 1 KiB: 16 rows x 32 k, and 16 columns x 32 k with pairs of k side by side.
 #pragma once
@@ -44,8 +44,7 @@ using ExpandTilesFn = void (*)(const PanelLayout& layout, const uint8_t* panel, 
 struct PanelTiles {
   ExpandTilesFn (*expand)(const PanelLayout& layout);
   int (*from)(const PanelLayout& layout);  // number of rows from which tiles are taken
-  // A row of activations to its line of each tile; what rounding took away goes to `residuals` unless that is null.
-  void (*round_row)(const float* x, int64_t cols, uint16_t* out, float* residuals);
+  void (*round_row)(const float* x, int64_t cols, uint16_t* out);  // activations to their line of each tile
   void (*multiply)(const PanelTileProduct& product);
 };
 
@@ -54,17 +53,16 @@ class PanelLinear;
 // How the tiled product of a panel linear is divided: pieces are two panels and a block of rows.
 class PanelTiling {
  public:
-  PanelTiling(const PanelLinear& weight, const PanelTiles& tiles, bool precise);
+  PanelTiling(const PanelLinear& weight, const PanelTiles& tiles);
 
-  size_t activation_bytes(int m) const { return size_t(set_values(m)) * 2 * (precise_ ? 2 : 1); }
-  void quantize(const float* x, int64_t ldx, int begin, int end, int m, void* activations) const;
+  size_t activation_bytes(int m) const;
+  void quantize(const float* x, int64_t ldx, int begin, int end, void* activations) const;
   int num_pieces(int m) const { return num_pairs() * row_blocks(m); }
   size_t scratch_bytes(int m) const;
   int64_t first_panel(int piece, int m) const { return int64_t(piece / row_blocks(m)) * kPanelsAtOnce; }
   void run(int piece, int m, const void* activations, const float* bias, float* y, int64_t ldy, void* scratch) const;
 
  private:
-  int64_t set_values(int m) const;
   int num_pairs() const;
   int row_block(int m) const;
   int row_blocks(int m) const { return (m + row_block(m) - 1) / row_block(m); }
@@ -72,7 +70,6 @@ class PanelTiling {
   const PanelLinear& weight_;
   const PanelTiles& tiles_;
   const ExpandTilesFn expand_;
-  const bool precise_;
 };
 
 }  // namespace tokenmill

@@ -78,7 +78,8 @@ def test_a_token_has_the_same_experts_alone_and_in_a_batch(source: Path, tmp_pat
     generator = torch.Generator().manual_seed(4)
     prompts = [torch.randint(3, 131, (5 + 3 * n,), generator=generator).tolist() for n in range(16)]
     greedy = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
-    with LLM(str(path), context=128, prefix_caching=False, device="cpu") as llm:
+    # Fewer rows in a step than go to tiles of bfloat16 where there are some, which round otherwise.
+    with LLM(str(path), context=128, batch_tokens=56, prefix_caching=False, device="cpu") as llm:
         alone = [llm.generate([prompt], greedy)[0].outputs[0].token_ids for prompt in prompts]
         together = [output.outputs[0].token_ids for output in llm.generate(prompts, greedy)]
     assert alone == together

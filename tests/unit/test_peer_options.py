@@ -20,6 +20,15 @@ OURS |= {spec.name for spec in fields(SamplingParams)}
 _TRIALS: tuple[Any, ...] = (True, False, 1, "1", 0.5, "auto", "ngram", "on", "f16", "all", "x", {"method": "ngram"})
 
 
+@pytest.mark.parametrize(
+    ("method", "speculate"),
+    [("eagle", "head:m"), ("eagle3", "head:m"), ("mtp", "mtp"), ("deepseek_mtp", "mtp"), ("draft_model", "draft:m")],
+)
+def test_published_drafters(method: str, speculate: str) -> None:
+    config = EngineConfig.from_options({"speculative_config": {"method": method, "model": "m"}})
+    assert config.speculate == speculate
+
+
 @pytest.mark.parametrize("name", PEER_OPTIONS)
 def test_every_entry_answers_with_ours_or_with_a_remedy(name: str) -> None:
     for value in _TRIALS:
@@ -88,7 +97,7 @@ def test_the_common_vllm_options_mean_ours() -> None:
         ("quantization", "bitsandbytes", "use --quantization fp8 or int4"),
         ("load_format", "tensorizer", "safetensors and GGUF"),
         ("num_gpu_blocks_override", 100, "--memory"),
-        ("speculative_config", '{"method": "eagle3", "model": "m"}', "train-draft"),
+        ("speculative_config", '{"method": "medusa", "model": "m"}', "train-draft"),
         ("speculative_config", '{"method": "ngram", "prompt_lookup_max": 4}', "prompt_lookup_max"),
         ("speculative_config", "[1]", "JSON object"),
         ("n_gpu_layers", 12, "one device as a whole"),

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from tokenmill.calibrate.device_timing import Work, device_seconds
+from tokenmill.errors import UserError
 from tokenmill.kernels.base import Declined
 
 Timing = Callable[[Sequence[Work]], float]  # seconds of one call, where the calls take turns
@@ -96,7 +97,7 @@ def probe_gpu(
     for kind in weights:
         try:
             products += product_rates(kind, device, timing, make or engine_linear, features, rows)
-        except (Declined, RuntimeError, NotImplementedError) as error:  # a chip without this arithmetic
+        except (Declined, UserError, RuntimeError, NotImplementedError) as error:  # a chip without this arithmetic
             skipped.append(f"{kind} products: {str(error).splitlines()[0][:160]}")
     one = torch.zeros(1, device=device)
     return GpuRoofs(

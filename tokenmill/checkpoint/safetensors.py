@@ -62,6 +62,13 @@ _TEXT_PREFIXES = (
 )
 _IMAGE_PARTS = ("vision_tower.", "multi_modal_projector.", "visual.")
 _DRAFT_LAYERS = "mtp."  # Qwen's: they predict tokens further ahead, and nothing else
+_DRAFT_NAMES = (  # in the layer behind the last one, as DeepSeek-V3 has it
+    ("mtp.layers.0.", ""),
+    ("mtp.fc.", "eh_proj."),
+    ("mtp.pre_fc_norm_embedding.", "enorm."),
+    ("mtp.pre_fc_norm_hidden.", "hnorm."),
+    ("mtp.norm.", "shared_head.norm."),
+)
 _BARE_EMBEDDING = "embed_tokens.weight"
 _QUANTIZATION_FILES = ("hf_quant_config.json", "quantize_config.json")  # ModelOpt's, AutoGPTQ's
 
@@ -77,8 +84,10 @@ class _TensorEntry:
 class SafetensorsCheckpoint:
     """A Checkpoint in a directory."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, draft_layers: bool = False) -> None:
+        """`draft_layers`: with Qwen's, under the names of a layer behind the last one."""
         self.path = path
+        self._draft_layers = draft_layers
         self._config = read_json(path / "config.json")
         generation = path / "generation_config.json"
         description = hf_config.describe(self._config, read_json(generation) if generation.is_file() else None)
@@ -109,7 +118,9 @@ class SafetensorsCheckpoint:
                     name = ours + name.removeprefix(prefix)
                     break
         if name.startswith(_DRAFT_LAYERS):
-            return ""
+            layer = f"model.layers.{self.description.num_layers}."
+            found = [layer + own + name.removeprefix(part) for part, own in _DRAFT_NAMES if name.startswith(part)]
+            return found[0] if found and self._draft_layers else ""
         if name.endswith(".rotary_emb.inv_freq"):  # old checkpoints store what follows from the config
             return ""
         if name == "lm_head.weight" and self.description.tie_embeddings:  # a second copy of the embedding

@@ -17,7 +17,7 @@ from tokenmill.checkpoint.sources import cache_root, list_cached
 from tokenmill.checkpoint.sources.base import Resolved
 from tokenmill.errors import UserError
 from tokenmill.hardware.machine import Machine, detect_machine, usable_cores
-from tokenmill.kernels import cpu
+from tokenmill.kernels import cpu, gpu_generation
 from tokenmill.kernels.host import HOST, has_torch
 
 _SELF_TEST_BYTES = 500 * 10**6  # a larger model takes too long to load for a check
@@ -159,6 +159,10 @@ def _problems(
         found.append("a GPU is present and is not used: torch is not installed, install tokenmill[gpu]")
     elif machine.gpus and not _torch_has_cuda():
         found.append("a GPU is present and is not used: this torch has no CUDA, install tokenmill[gpu]")
+    elif machine.gpus and (declined := gpu_generation.unavailable()) is not None:
+        found.append(f"a GPU is present and is not used: {declined}")
+    if gpu_generation.generic_is_forced():
+        found.append(f"generic GPU kernels are forced, slower ones on Hopper: unset {gpu_generation.VARIABLE}")
     if free_disk < _MIN_FREE_DISK:
         found.append(f"{free_disk / 1e9:.1f} GB are free in the cache folder: set TOKENMILL_CACHE to a larger disk")
     if machine.available_bytes < _MIN_FREE_MEMORY:

@@ -12,7 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tokenmill.errors import UserError
 from tokenmill.kernels.base import Choice, Declined
+from tokenmill.kernels.gpu_generation import declines_float8
 from tokenmill.kernels.routing import RoutingSpec
 from tokenmill.model.formats.base import LinearWeight
 from tokenmill.model.formats.coded import CodedWeight
@@ -44,6 +46,9 @@ def stack_for_gpu(stack: WeightStack, upload: Upload, quantization: str) -> Any:
         if not quantization:
             return gpu.bf16_stack(_gather(stack, upload, lambda w: [w.parts()["values"].to(torch.bfloat16)])[0], bias)
         if quantization == "fp8":
+            declined = declines_float8(_device(upload(first)))
+            if declined is not None:
+                raise UserError(f"--quantization fp8 cannot be used: {declined}", "use --quantization int4")
             codes, scales = _gather(stack, upload, _to_fp8)
             return gpu.fp8_stack(codes, scales, bias)
         group = next((size for size in _INT4_GROUPS if stack.in_features % size == 0), 0)
@@ -58,6 +63,8 @@ def stack_for_gpu(stack: WeightStack, upload: Upload, quantization: str) -> Any:
         blocks, scales = _gather(stack, upload, lambda w: [w.parts()["packed"], w.parts()["scales"].view(torch.uint8)])
         return gpu.mxfp4_stack(blocks, scales, bias)
     if scheme.element == "e4m3" and scheme.scale_type == "float":
+        if declines_float8(_device(upload(first))) is not None:  # twice the bytes, but it runs
+            return gpu.bf16_stack(_gather(stack, upload, _widened)[0], bias)
         return _float8(stack, upload, bias)
     if scheme.element == "int" and scheme.bits == 4 and scheme.group_size:
         codes, scales, *zeros = _gather(stack, upload, _int4_parts)
@@ -76,6 +83,14 @@ def _gather(stack: WeightStack, upload: Upload, read: Callable[[LinearWeight], S
         for target, part in zip(stacked, parts, strict=True):
             target[expert] = part
     return [target.view(column[0].dtype) for target, column in zip(stacked, columns, strict=True)]
+
+
+def _device(weight: LinearWeight) -> str:
+    return next(iter(weight.parts().values())).device.type
+
+
+def _widened(weight: LinearWeight) -> list[Tensor]:
+    return [weight.dequantize(0, weight.out_features).to(torch.bfloat16)]
 
 
 def _as_bytes(values: Tensor) -> Tensor:

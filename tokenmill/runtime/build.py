@@ -17,6 +17,7 @@ from tokenmill.hardware.machine import available_memory, has_gpu_driver, usable_
 from tokenmill.hardware.memory import DEFAULT_SHARE, GIB, KVBudget, RuntimeCosts, activation_bytes, free_within, plan_kv
 from tokenmill.kernels import cpu
 from tokenmill.kernels.base import candidate_backends
+from tokenmill.kernels.gpu_generation import generic_is_forced
 from tokenmill.kernels.host import HOST, Device, NeedsTorch, has_torch, on_host, torch_device
 from tokenmill.log import get_logger
 from tokenmill.model.kvstore import KV_STORES
@@ -80,7 +81,8 @@ def find_device(config: EngineConfig) -> tuple[Device, str]:
     device = torch.device("cuda", torch.cuda.current_device()) if has_gpu else torch.device("cuda")
     reason = gpu.unavailable(device) if has_gpu else "torch finds no NVIDIA GPU"
     if reason is None:
-        return device, f"found {torch.cuda.get_device_name(device)}"
+        forced = "; generic kernels are forced by TOKENMILL_GPU_KERNELS" if generic_is_forced() else ""
+        return device, f"found {torch.cuda.get_device_name(device)}{forced}"
     if config.device == "cuda":
         raise UserError(f"device cuda cannot be used: {reason}", "use --device cpu")
     if has_gpu:

@@ -218,7 +218,9 @@ class ModelRunner:
                 for number, (row, start) in enumerate(zip(rows, starts, strict=False))
             ]
             if self.speculator is not None and self._needs_hidden:
-                if drafts and output.guesses is not None:
+                if self.speculator.drafter.needs_all_states:
+                    self.speculator.observe_states(rows, result, output)
+                elif drafts and output.guesses is not None:
                     self.speculator.observe_guesses(rows, result, [output.guesses[token] for token in last_tokens])
                 else:
                     self.speculator.observe(rows, result, output.hidden(last_tokens))

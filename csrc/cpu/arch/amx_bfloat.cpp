@@ -4,18 +4,21 @@
 #endif
 #include <immintrin.h>
 
+#include <limits>
+
 #include "bfloat_tiles_impl.h"
 
 namespace tokenmill {
 namespace {
 
-// As split_row, which does the rest: whole tiles of 32 values. An infinity leaves no rest, a NaN stays one.
+// As split_row, which does the rest: whole tiles of 32 values. Infinities and NaNs leave no rest.
 void split_fast(const float* x, int64_t cols, uint16_t* out) {
   const auto widen = [](__m256i half) {
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16));
   };
   const auto rest = [](__m512 value, __m512 kept) {
-    const __mmask16 finite = _mm512_cmp_ps_mask(_mm512_abs_ps(kept), _mm512_set1_ps(3.5e38f), _CMP_LT_OQ);
+    const __m512 infinity = _mm512_set1_ps(std::numeric_limits<float>::infinity());
+    const __mmask16 finite = _mm512_cmp_ps_mask(_mm512_abs_ps(kept), infinity, _CMP_LT_OQ);
     return _mm512_maskz_sub_ps(finite, value, kept);
   };
   int64_t k = 0;

@@ -75,18 +75,9 @@ int tiles_from(const PanelLayout& layout) { return requantizes(layout) ? kNoTile
 
 // ---- activations
 
-void round_row(const float* x, int64_t cols, uint16_t* out, float* residuals) {
-  for (int64_t k = 0; k < cols; k += 32, out += kTileValues) {
-    const __m512 low = _mm512_loadu_ps(x + k), high = _mm512_loadu_ps(x + k + 16);
-    const __m512i words = (__m512i)_mm512_cvtne2ps_pbh(high, low);
-    _mm512_storeu_si512(out, words);
-    if (!residuals) continue;
-    const auto widen = [](__m256i half) {
-      return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16));
-    };
-    _mm512_storeu_ps(residuals + k, _mm512_sub_ps(low, widen(_mm512_castsi512_si256(words))));
-    _mm512_storeu_ps(residuals + k + 16, _mm512_sub_ps(high, widen(_mm512_extracti64x4_epi64(words, 1))));
-  }
+void round_row(const float* x, int64_t cols, uint16_t* out) {
+  for (int64_t k = 0; k < cols; k += 32, out += kTileValues)
+    _mm512_storeu_si512(out, (__m512i)_mm512_cvtne2ps_pbh(_mm512_loadu_ps(x + k + 16), _mm512_loadu_ps(x + k)));
 }
 
 // ---- products

@@ -26,6 +26,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from tokenmill.kernels import gpu_generation
+
 if TYPE_CHECKING:  # the table below for type checkers; a test compares the two
     from tokenmill.kernels.triton.adapters.site import GpuSite as GpuSite
     from tokenmill.kernels.triton.attention.dense import SharedPrefixes as SharedPrefixes
@@ -129,12 +131,14 @@ _OPS = _MODULES | {"attention": "attention.dense"}  # as an attribute of this pa
 def unavailable(device: torch.device) -> str | None:
     """Why this backend cannot run on a device; on a CPU only Triton's interpreter can, for tests."""
     interpreted = os.environ.get("TRITON_INTERPRET", "0") == "1"
+    if device.type == "cuda":
+        reason = gpu_generation.unavailable(device.index)
+        if reason is not None:
+            return reason
     if device.type != "cuda" and not (device.type == "cpu" and interpreted):
         return f"runs on NVIDIA GPUs, not on {device.type}"
     if find_spec("triton") is None:
         return "triton is not installed; install tokenmill[gpu]"
-    if device.type == "cuda" and torch.cuda.get_device_capability(device)[0] < 8:
-        return "needs compute capability 8.0 or later"
     return None
 
 

@@ -7,6 +7,7 @@ that follows. Written against Ops only: it runs eagerly, is recorded, or is capt
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import ClassVar
 
 from tokenmill.checkpoint.description import ModelDescription
@@ -101,6 +102,8 @@ class Decoder:
         }
     )
     block_class: type[Block] = Block
+    # Layers whose input follows the last state in what `forward` returns: a drafter reads it. See Executor.keep_layers
+    kept_layers: tuple[int, ...] = ()
 
     def __init__(self, reader: WeightReader, description: ModelDescription, num_positions: int) -> None:
         d = self.description = description
@@ -128,25 +131,35 @@ class Decoder:
         return self.description.kv_layers()
 
     def forward(self, ops: Ops) -> Value:
-        """The hidden state of every token of the batch, before the final norm."""
-        residual, update = self.pass_blocks(ops, self.embed(ops), None)
-        return ops.add(residual, update)
+        """The hidden state of every token of the batch, before the final norm; behind it those of `kept_layers`."""
+        residual, update = self.embed(ops), None
+        kept = []
+        for begin, end in pairwise((0, *self.kept_layers, len(self.blocks))):
+            residual, update = self.pass_blocks(ops, residual, update, begin, end)
+            kept.append(residual if update is None else ops.add(residual, update))
+        *inner, last = kept
+        return ops.join([last, *inner]) if inner else last
 
     def embed(self, ops: Ops) -> Value:
         """What the first block reads."""
         residual = ops.embed(self.embedding, self.description.embedding_scale)
         return residual if self.positions is None else ops.add_positions(residual, self.positions)
 
-    def pass_blocks(self, ops: Ops, residual: Value, update: Value | None) -> tuple[Value, Value]:
+    def pass_blocks(
+        self, ops: Ops, residual: Value, update: Value | None, begin: int = 0, end: int | None = None
+    ) -> tuple[Value, Value]:
         """The residual stream behind the blocks, and the update still to be added to it."""
-        for block in self.blocks:
+        for block in self.blocks[begin:end]:
             residual, update = block(ops, residual, update)
         return residual, update
 
     def logits(self, ops: Ops, hidden: Value) -> Value:
         """Logits of the rows that the step selects."""
         d = self.description
-        x = self.norm(ops, ops.select_rows(hidden))
+        x = ops.select_rows(hidden)
+        if self.kept_layers:
+            x = ops.split(x, (d.hidden_size,) * (1 + len(self.kept_layers)))[0]
+        x = self.norm(ops, x)
         if d.logit_scale != 1.0:  # of the head's input: far fewer numbers than logits
             x = ops.scale(x, d.logit_scale)
         logits = ops.linear(x, [self.head])[0]

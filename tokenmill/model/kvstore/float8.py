@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tokenmill.hardware.kv_layout import KVLayout
 from tokenmill.kernels.cpu_pages import RowCode
+from tokenmill.kernels.gpu_generation import declines_float8
 from tokenmill.model.kvstore.packing import as_bytes, from_bytes
 from tokenmill.model.kvstore.rows import RowFormat, RowStore
 
@@ -102,7 +103,9 @@ class Float8Store(RowStore):
         self.use_formats(slot, formats[0], formats[1])
 
     def gpu_declines(self, slot: int) -> str | None:
-        return None if self._backend == "triton" else super().gpu_declines(slot)
+        if self._backend == "triton":
+            return declines_float8(self.device.type)
+        return super().gpu_declines(slot)
 
     def stored(self, slot: int) -> tuple[Tensor, Tensor]:
         return self._k[slot].view(E4M3), self._v[slot].view(E4M3)

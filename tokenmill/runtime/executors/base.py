@@ -263,6 +263,11 @@ class Executor(ABC, Generic[Array]):
         """Told before the first step that rows may have adapters, in slots from 1 on."""
         raise NotImplementedError(f"executor {self.name} has no adapters")
 
+    def keep_layers(self, layers: tuple[int, ...]) -> str:  # noqa: ARG002
+        """Told before the first step: `StepOutput.hidden` shall bring, behind the last state, the input of these layers
+        (ascending). Why it cannot; empty if it does."""
+        return f"executor {self.name} keeps no states of inner layers"
+
     def attach_drafter(self, needs_hidden: bool, guesser: StepGuesser | None) -> bool:  # noqa: ARG002
         """Told before the first step what the drafter wants; True if steps with drafts will bring `guesses`."""
         return False

@@ -71,6 +71,7 @@ class BatchedExecutor(RegisteredExecutor[Any]):
 
     def final_norm(self, hidden: Tensor) -> Tensor:
         norm = self.model.decoder.norm
+        hidden = hidden[:, : self.model.decoder.description.hidden_size]  # without those of kept layers
         if on_host(self.model.device):
             states: Any = np.asarray(hidden, dtype=np.float32)  # a step that was observed brings tensors
             return norm.of_tensor(states)

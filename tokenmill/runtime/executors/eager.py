@@ -71,6 +71,10 @@ class EagerExecutor(BatchedExecutor):
     def declines(cls, _model: LoadedModel, _store: KVStore) -> str | None:
         return None
 
+    def keep_layers(self, layers: tuple[int, ...]) -> str:
+        self.model.decoder.kept_layers = layers
+        return ""
+
     @torch.inference_mode()
     def forward(self, batch: Batch) -> Tensor:
         self.begin(batch)

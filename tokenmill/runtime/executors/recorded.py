@@ -52,7 +52,14 @@ class RecordedExecutor(BatchedExecutor):
         # A step never holds more tokens than the budget, nor more sequences than may run at once.
         self._tokens = max(config.batch_tokens, config.concurrency)
         self._pool = cpu.pool()
-        program = cpu.module().Program(self._tokens, config.concurrency, self._pool)
+        self._on_host = on_host(model.device)
+        self._logits = self._own(empty((0, model.decoder.description.vocab_size)))
+        self._hold_logits(min(config.concurrency, self.max_logit_rows))
+        self._record()
+
+    def _record(self) -> None:
+        model = self.model
+        program = cpu.module().Program(self._tokens, self.config.concurrency, self._pool)
         ops = self.make_ops(program)
         hidden = model.decoder.forward(ops)
         program.end_body()
@@ -60,10 +67,12 @@ class RecordedExecutor(BatchedExecutor):
         self._program = program
         self._keep = ops.keep
         self._products = ops.products
-        self._on_host = on_host(model.device)
         self._hidden = self._own(program.value(hidden))
-        self._logits = self._own(empty((0, model.decoder.description.vocab_size)))
-        self._hold_logits(min(config.concurrency, self.max_logit_rows))
+
+    def keep_layers(self, layers: tuple[int, ...]) -> str:
+        self.model.decoder.kept_layers = layers
+        self._record()
+        return ""
 
     def _own(self, array: np.ndarray) -> Any:
         """An array of ours as callers see it."""

@@ -132,6 +132,9 @@ class WatchingExecutor(Executor[Tensor]):
     def prepare(self) -> bool:
         return self._usual.prepare()
 
+    def keep_layers(self, layers: tuple[int, ...]) -> str:
+        return self._usual.keep_layers(layers)
+
     def attach_drafter(self, needs_hidden: bool, guesser: StepGuesser | None) -> bool:
         return self._usual.attach_drafter(needs_hidden, guesser)
 

@@ -13,6 +13,7 @@ DRAFTERS = Registry(
         "draft": "tokenmill.runtime.speculation.draft_model:DraftModel",
         "tree": "tokenmill.runtime.speculation.tree_heads:TreeHeads",
         "head": "tokenmill.runtime.speculation.heads:HeadDrafter",
+        "mtp": "tokenmill.runtime.speculation.mtp:MtpDrafter",
         "self": "tokenmill.runtime.speculation.self_draft:SelfDraft",
     },
 )

@@ -44,6 +44,10 @@ class Drafter(ABC):
     computes = False
     # Reads the target's hidden states: `observe` is called after every step.
     needs_hidden = False
+    # Reads those of every token, prompts too: `observe_states` is called instead of `observe`.
+    needs_all_states = False
+    # Drafts for models with recurrent layers too, though it computes: what it keeps can be cut at a token.
+    takes_recurrent = False
     # Tokens per draft where the steps that verify drafts also compute the next ones (`step_guesser`); 0: they do not.
     guessed_depth = 0
 
@@ -64,6 +68,13 @@ class Drafter(ABC):
     def observe(self, row: ScheduledTokens, num_accepted: int, hidden: Tensor) -> None:  # noqa: B027
         """`hidden` [hidden]: the state, before the final norm, whose logits chose the row's last token; `num_accepted`
         accepted drafts precede that token. The drafter may keep the tensor."""
+
+    def observe_states(  # noqa: B027
+        self, rows: Sequence[ScheduledTokens], following: Sequence[Sequence[int]], hidden: Tensor
+    ) -> None:
+        """What a step computed. `following[i]`: the tokens behind those of row i that hold, from position
+        `rows[i].start + 1` on, drafts and the new token included; `hidden` [all of them, hidden]: the state before the
+        final norm at the position before each, row after row. Behind it lie those of `Executor.keep_layers`."""
 
     def step_guesser(self, target: Target) -> StepGuesser | None:  # noqa: ARG002
         """A draft head to run inside captured steps, for executors that support it; `observe_guesses` is then called

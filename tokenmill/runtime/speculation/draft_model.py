@@ -100,7 +100,7 @@ def _page_type(model: LoadedModel) -> str:
 def full_group(layout: KVLayout, name: str) -> int:
     """The KV group whose page table keeps every token."""
     for number, group in enumerate(layout.groups):
-        if group.kind == "full":
+        if group.kind in ("full", "latent"):
             return number
     raise UserError(
         f"--speculate {name} needs a target with full attention; all layers of this one have sliding windows",

@@ -1,4 +1,5 @@
 """Draft heads trained for a target (`tokenmill train-draft`): drafts from its last hidden state, no second model.
+Published EAGLE heads, which have keys and values of their own, are handed to layer_drafter.py.
 
 Owns the hidden state of each sequence's last computed token, which the runner passes on after every step; a sequence
 whose state is not that of its last token (after preemption) gets no draft until the next step. `--speculate head:DIR`.
@@ -43,9 +44,14 @@ class HeadDrafter(Drafter):
         self._guesses: WeakKeyDictionary[Request, tuple[int, list[int]]] = WeakKeyDictionary()
 
     @classmethod
-    def build(cls, argument: str, target: Target) -> HeadDrafter:
+    def build(cls, argument: str, target: Target) -> Drafter:
         if not argument:
             raise UserError("--speculate head needs a directory", "write --speculate head:DIR, made by train-draft")
+        from tokenmill.runtime.speculation import eagle_files, layer_drafter
+
+        folder = Path(argument)
+        if not (folder / CONFIG_FILE).is_file() and eagle_files.is_published(folder):
+            return layer_drafter.LayerDrafter(eagle_files.load_eagle(folder, target), target)
         return cls(load_head(Path(argument), target.model), target.model, target.store)
 
     @property
@@ -137,7 +143,13 @@ class TargetVocabulary:
 
     def top(self, hidden: Tensor, count: int) -> tuple[Tensor, Tensor]:
         """([T, count] probability, [T, count] id) of the most likely tokens."""
-        normed = self._decoder.norm.of_tensor(hidden.float())
+        return self.top_of_normed(self.normed(hidden), count)
+
+    def normed(self, hidden: Tensor) -> Tensor:
+        """Float32, behind the final norm."""
+        return self._decoder.norm.of_tensor(hidden.float())
+
+    def top_of_normed(self, normed: Tensor, count: int) -> tuple[Tensor, Tensor]:
         kernel = self._decoder.head.kernel
         assert kernel is not None, "the head is always multiplied"
         x = normed if self._table is None else normed.to(self._table.dtype)
@@ -158,7 +170,7 @@ def page_views(head: MedusaHeads | EagleHead, model: LoadedModel, store: KVStore
 
 
 def load_head(folder: Path, model: LoadedModel) -> MedusaHeads | EagleHead:
-    remedy = "make one with tokenmill train-draft"
+    remedy = "make one with tokenmill train-draft, or give a published EAGLE head"
     if not (folder / CONFIG_FILE).is_file() or not (folder / WEIGHTS_FILE).is_file():
         raise CheckpointError(f"{folder} has no {CONFIG_FILE} and {WEIGHTS_FILE}", remedy)
     try:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from tokenmill.errors import UserError, unknown_name
-from tokenmill.runtime.executors.base import Draft, Executor, TokenSampler
+from tokenmill.runtime.executors.base import Draft, Executor, StepOutput, TokenSampler
 from tokenmill.runtime.speculation import DRAFTERS
 from tokenmill.runtime.speculation.base import Drafter, Target
 from tokenmill.runtime.speculation.gate import Decision, DraftGate
@@ -72,7 +72,7 @@ def _build_drafter(target: Target) -> Drafter:
     if name not in DRAFTERS:
         raise unknown_name("drafter", name, ["off", "auto", *DRAFTERS])
     drafter_class: type[Drafter] = DRAFTERS.get(name)
-    if drafter_class.computes and target.store.layout.states:
+    if drafter_class.computes and target.store.layout.states and not drafter_class.takes_recurrent:
         raise UserError(
             f"--speculate {name} does not support models with recurrent layers", "use --speculate suffix or ngram"
         )
@@ -161,6 +161,23 @@ class Speculator:
         for number, row in enumerate(rows):
             if row.samples:
                 self.drafter.observe(row, len(result.accepted.get(number, ())), hidden[number])
+
+    def observe_states(self, rows: Sequence[ScheduledTokens], result: StepResult, output: StepOutput[Any]) -> None:
+        """For drafters that read the state of every token that holds."""
+        following: list[list[int]] = []
+        tokens: list[int] = []
+        begin = 0
+        for number, row in enumerate(rows):
+            ids = row.request.token_ids
+            if row.samples:
+                new = (*result.accepted.get(number, ()), result.token_ids[number])
+                known = ids[row.start + 1 : row.start + row.count] + [each for each in new if each is not None]
+            else:
+                known = ids[row.start + 1 : row.start + row.count + 1]
+            following.append(known)
+            tokens += range(begin, begin + len(known))
+            begin += row.count + result.num_drafted.get(number, 0)
+        self.drafter.observe_states(rows, following, output.hidden(tokens))
 
     def observe_guesses(self, rows: Sequence[ScheduledTokens], result: StepResult, guesses: list[list[int]]) -> None:
         """`guesses`: by row, the draft that the step itself computed to follow it."""

@@ -23,7 +23,7 @@ from tokenmill.kernels.triton.experts.stack import SCALE_BLOCK, GpuExpertStack
 from tokenmill.kernels.triton.experts.unpack import load_parts
 from tokenmill.kernels.triton.matmul.tile import multiply, tile_rows
 from tokenmill.kernels.triton.shared.device import dependent_launch
-from tokenmill.kernels.triton.shared.launch import INTERPRETED, options, uses_pdl
+from tokenmill.kernels.triton.shared.launch import INTERPRETED, copies_by_descriptor, options, uses_pdl
 
 
 class Variant(NamedTuple):
@@ -234,7 +234,7 @@ def grouped_product(
         out = torch.empty(size, width, dtype=out_dtype, device=x.device)
     row_tiles = triton.cdiv(width, tiling.rows // 2 if gated else tiling.rows)
     aligned = stack.depth * stack.tensors.codes.element_size() % 16 == 0
-    descriptor = tiling.descriptor and not four_bits and aligned
+    descriptor = tiling.descriptor and not four_bits and aligned and copies_by_descriptor()
     variant = Variant(
         kind=stack.kind,
         tokens=token_tile,

@@ -47,6 +47,7 @@ import torch
 import triton
 from torch import Tensor
 
+from tokenmill.kernels.gpu_generation import GENERIC, generic_is_forced
 from tokenmill.kernels.triton.shared.launch import INTERPRETED, num_processors, on_hopper
 
 GEMV, SKINNY, GROUPED, LIBRARY = "gemv", "skinny", "grouped", "library"
@@ -254,6 +255,7 @@ def _cache_path() -> Path | None:
 @cache
 def _machine(device: torch.device) -> str:
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "interpreter"
+    name += f" ({GENERIC} kernels)" if generic_is_forced() else ""
     return f"{name} | torch {torch.__version__} | triton {triton.__version__}"
 
 

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from tokenmill.errors import CheckpointError
+from tokenmill.errors import CheckpointError, UserError
+from tokenmill.kernels import gpu_generation
 from tokenmill.kernels.base import Declined
 from tokenmill.kernels.triton.fused.elementwise import quantize_rows
 from tokenmill.kernels.triton.matmul import repack
@@ -34,6 +35,9 @@ def quantize_at_load(values: Tensor, bias: Tensor | None, scheme: str, group: in
     """A float matrix [N, K] rounded to nearest on its device: "fp8", "int8" (per row), "int4" (groups, symmetric)
     or "w4a8" (int4, and the input rounded to fp8)."""
     values = values.float()
+    declined = gpu_generation.declines_float8(values.device.type) if scheme == "fp8" else None
+    if declined is not None:
+        raise UserError(f"--quantization fp8 cannot be used: {declined}", "use --quantization int8 or int4")
     if scheme in ("fp8", "int8"):
         codes, scales = quantize_rows(values.contiguous(), scheme)
         scales = scales.clone()  # by an ordinary kernel: no dependent launch of a product reads codes half written
@@ -90,6 +94,9 @@ def from_quantized(
     scheme = matrix.scheme
     if matrix.rotation_seed is not None:
         raise Declined("codes are in a rotated basis")
+    if scheme.element == "e4m3" and (reason := gpu_generation.declines_float8(device.type)) is not None:
+        detail = f"{float_name(dtype)} (expanded from e4m3, input not rounded: {reason})"
+        return DenseLinear(matrix.dequantize().to(device), bias, detail, dtype)
     scaled = _scaled(matrix, bias, device, matrix.input_scale or input_scale)
     if scaled is not None:
         return scaled

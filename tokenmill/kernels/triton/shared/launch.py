@@ -14,6 +14,8 @@ import torch
 import triton
 from torch import Tensor
 
+from tokenmill.kernels.gpu_generation import hopper_or_later, is_hopper
+
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
 PDL_VARIABLE = "TOKENMILL_PDL"  # "0" turns programmatic dependent launch off
 
@@ -22,7 +24,7 @@ PDL_VARIABLE = "TOKENMILL_PDL"  # "0" turns programmatic dependent launch off
 def _supports_pdl(index: int) -> bool:
     if os.environ.get(PDL_VARIABLE, "1") == "0":
         return False
-    return torch.cuda.get_device_capability(index)[0] >= 9
+    return hopper_or_later(index)
 
 
 def uses_pdl(device: torch.device) -> bool:
@@ -42,10 +44,17 @@ def gluon_options(device: torch.device, warps: int) -> dict[str, Any]:
 
 @cache
 def on_hopper() -> bool:
-    """Whether the Gluon kernels run on the current device: Hopper, and Gluon as Triton has it since 3.6."""
-    if INTERPRETED or not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
+    """Whether the Gluon kernels run on the current device: Hopper, unless generic kernels are forced, and Gluon as
+    Triton has it since 3.6."""
+    if INTERPRETED or not torch.cuda.is_available() or not is_hopper():
         return False
     return tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 6)
+
+
+@cache
+def copies_by_descriptor() -> bool:
+    """Whether the device has a tensor memory accelerator."""
+    return INTERPRETED or not torch.cuda.is_available() or hopper_or_later()
 
 
 @cache
