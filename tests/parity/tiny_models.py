@@ -76,7 +76,8 @@ def _experts(name: str, **changes: Any) -> Any:
 
 
 _FEW_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
-_SMALL_EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+# Wide enough for ranks to have whole vectors of it: what torch computes of the rest of a row differs in the last bit.
+_SMALL_EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
 _QWEN2_MOE = {**_SMALL_EXPERTS, "shared_expert_intermediate_size": 48}
 _GLM4_MOE = {
     "head_dim": 32,
@@ -135,7 +136,7 @@ def _deepseek(version: str, **changes: Any) -> Any:
         "n_routed_experts": 8,
         "num_experts_per_tok": 2,
         "n_shared_experts": 1,
-        "moe_intermediate_size": 32,
+        "moe_intermediate_size": 64,
         "first_k_dense_replace": 1,
         **({"n_group": 4, "topk_group": 2} if version == "V3" else {}),
     }
