@@ -4,10 +4,9 @@
 
 A recipe is METHOD[,key=value...]: `bits`, `group`, `symmetric`, `activations` and `format` are the flags of `tokenmill
 quantize` (groups of 32, symmetric and 4 bits unless said), everything else is an option of the method. `float` is the
-model as it is; a path to a directory is scored as it is. `lorc=R` adds what rounding lost of each matrix as an adapter
-of rank R (ZeroQuant-V2's LoRC), `drop=N` leaves the N cheapest blocks out, `tune=N` is --tune-scales. Calibrates
-on and scores texts of shared/data, floats stay float32, products run in the reference kernels, so that only the scheme
-rounds.
+model as it is; a path to a directory is scored as it is. `lorc=R` is --low-rank R, with the adapter applied and counted
+as 16-bit floats, `drop=N` leaves the N cheapest blocks out, `tune=N` is --tune-scales. Calibrates on and scores texts
+of shared/data, floats stay float32, products run in the reference kernels, so that only the scheme rounds.
 """
 
 from __future__ import annotations
@@ -22,13 +21,12 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from tokenmill.checkpoint.sources import resolve
 from tokenmill.config import EngineConfig
 from tokenmill.evaluate.perplexity import measure_perplexity
 from tokenmill.evaluate.windows import TextJob
-from tokenmill.quantize.extract import extract
 from tokenmill.quantize.finish import GateRequest
 from tokenmill.quantize.job import QuantizeJob, prepare, run_job
+from tokenmill.quantize.low_rank import FOLDER
 from tokenmill.quantize.recipe import RecipeRequest
 from tokenmill.quantize.schemes import METHODS
 
@@ -49,12 +47,11 @@ def main() -> None:
                     f"{spec}: divergence of held-out sequences {tuned['before']:.4f} to {tuned['after']:.4f}",
                     file=sys.stderr,
                 )
-        adapters, rank = (), int(settings_of(spec).get("lorc", 0))
-        if rank:
-            adapter = folder.parent / "lorc"
-            kept = extract(resolve(arguments.model).path, folder, adapter, rank)
-            bits += 4.0 * kept.bytes / sum(layer["num_weights"] for layer in report.layers)  # as 16-bit floats
-            adapters = (f"lorc={adapter}",)
+        adapters: tuple[str, ...] = ()
+        if (folder / FOLDER).is_dir():
+            kept = report.fidelity["low_rank"]["bytes"]
+            bits += 4.0 * kept / sum(layer["num_weights"] for layer in report.layers)  # as 16-bit floats
+            adapters = (f"lorc={folder / FOLDER}",)
         text = TextJob(arguments.text, arguments.context, arguments.limit_bytes)
         options = EngineConfig(kernels="ref", device="cpu", threads=arguments.threads or None, lora=adapters)
         scored = measure_perplexity(target, options, text)
@@ -94,6 +91,7 @@ def make_job(arguments: argparse.Namespace, spec: str, out: Path) -> QuantizeJob
         calibration_length=arguments.context,
         threads=arguments.threads,
         drop_layers=int(values.get("drop", 0)),
+        low_rank=int(values.get("lorc", 0)),
         tune=int(values.get("tune", 0)),
         gate=GateRequest(enabled=False),
     )

@@ -109,6 +109,8 @@ def test_four_bits_of_a_tiny_model_are_refused_by_default(
         (["--format", "gguf", "--method", "mixed", "--size", "1MB"], "give a larger --size"),
         (["--format", "gguf", "--method", "mixed", "--option", "kinds=Q4_K"], "types"),
         (["--format", "gguf", "--tune-scales", "5"], "does not go with a GGUF"),
+        (["--format", "gguf", "--low-rank", "4"], "does not go with a GGUF"),
+        (["--low-rank", "4", "--tune-scales", "5"], "leave one of the two out"),
         (["--format", "gguf", "--method", "gptq"], "use --method rtn, imatrix or mixed"),
         (["--format", "gguf", "--type", "Q9_K"], "Q9_K"),
         (["--recipe", "none.yaml"], "cannot read"),

@@ -99,6 +99,12 @@ def quantize(
             help="Then learn scales and norms against the unquantized model's logits, in so many steps, such as 100.",
         ),
     ] = 0,
+    low_rank: Annotated[
+        int,
+        typer.Option(
+            min=0, metavar="RANK", help="Also write OUT/low_rank, a LoRA adapter of what rounding lost, such as 8."
+        ),
+    ] = 0,
     type: Annotated[str, typer.Option(help="GGUF only: type or mix of the file, such as Q4_K_M.")] = "",
     dtype: Annotated[
         str, typer.Option(help="Dtype of unquantized tensors: auto, float16, bfloat16 or float32.")
@@ -168,6 +174,7 @@ def quantize(
             "--kv-scales": kv_scales,
             "--drop-layers": drop_layers,
             "--tune-scales": tune_scales,
+            "--low-rank": low_rank,
             "--calibration-drawn": calibration_drawn,
         }
         if any(wrong.values()):
@@ -242,6 +249,7 @@ def quantize(
         drop_layers=drop_layers,
         kv_scales=kv_scales,
         size=file_size,
+        low_rank=low_rank,
         tune=tune_scales,
         gate=limits,
     )

@@ -91,6 +91,7 @@ class CalibratedBlock:
         self._states = states
         self.errors: dict[str, float] = {}  # by linear, since watch_errors
         self._watches_errors = False
+        self.residuals: dict[str, Tensor] | None = None  # what rounding took from each linear, where a dict is put here
 
     def watch_errors(self) -> None:
         """From now on a replaced linear is a quantized one: record its relative error."""
@@ -105,6 +106,8 @@ class CalibratedBlock:
         if self._watches_errors and value.dim() == 2:
             before = self.tensors[name]
             self.errors[name] = float((value - before).norm() / before.norm().clamp(min=1e-30))
+            if self.residuals is not None:
+                self.residuals[name] = before - value
         self.tensors[name] = value
 
     def bias(self, name: str) -> Tensor | None:

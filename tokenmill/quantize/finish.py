@@ -17,6 +17,7 @@ from tokenmill.config import EngineConfig
 from tokenmill.errors import UserError
 from tokenmill.quantize.calibration_text import built_in_held_out, read_text
 from tokenmill.quantize.card import CardContent, write_card
+from tokenmill.quantize.low_rank import FOLDER
 from tokenmill.quantize.output import CARD, REASON, move_into_place
 from tokenmill.quantize.workspace import Workspace
 
@@ -76,7 +77,13 @@ def measure(candidate: Path, request: GateRequest, reference: str, held_out: str
     text, words = gate_text(request, held_out, context)
     max_kld = default_max_kld(request.max_quality_loss) if request.max_kld is None else request.max_kld
     limits = GateLimits(max_quality_loss=request.max_quality_loss, max_kld_mean=max_kld)
-    config = EngineConfig(threads=request.threads or None, device=request.device, prefix_caching=False)
+    adapter = candidate / FOLDER
+    config = EngineConfig(
+        threads=request.threads or None,
+        device=request.device,
+        prefix_caching=False,
+        lora=(f"{FOLDER}={adapter}",) if adapter.is_dir() else (),
+    )
     scratch = candidate.with_name(candidate.name + ".logits") if request.in_turn else None
     try:
         gate = run_gate(candidate, reference, text, limits, config, context=context, cached=False, scratch=scratch)

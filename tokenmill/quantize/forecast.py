@@ -58,6 +58,19 @@ def forecast_job(
     return Forecast(needed, device_bytes, seconds, disk, batch, half)
 
 
+def output_bytes(source: SourceModel, recipe: Recipe, shapes: Mapping[str, tuple[int, int]], dtype: torch.dtype) -> int:
+    d = source.description
+    tied = d.tie_embeddings and not recipe.transforms  # a transform may make the two differ
+    edges = d.vocab_size * d.hidden_size * (1 if tied else 2)
+    total = edges * dtype.itemsize
+    for name, (out, width) in shapes.items():
+        scheme = recipe.scheme_of.get(name)
+        total += int(
+            out * width * (scheme.bits_per_weight / 8 if scheme and scheme.element != "float" else dtype.itemsize)
+        )
+    return total
+
+
 def gate_memory(weight_bytes: int, cap: int) -> int:
     """Bytes of this process while the engine runs a model of that size (its weights once, pages and logits); refused if
     they exceed the cap."""

@@ -42,8 +42,9 @@ from tokenmill.quantize.drawn_text import with_drawing, with_drawn
 from tokenmill.quantize.drop_layers import MEASURED, check_droppable, choose_dropped
 from tokenmill.quantize.edges import Edges, JobData
 from tokenmill.quantize.finish import GATE_CONTEXT, GateRequest, conclude
-from tokenmill.quantize.forecast import MIB, Forecast, check_memory, forecast_job, gate_memory, peak_bytes
+from tokenmill.quantize.forecast import MIB, Forecast, check_memory, forecast_job, gate_memory, output_bytes, peak_bytes
 from tokenmill.quantize.kv_scales import KVPeaks, check_kv_scales
+from tokenmill.quantize.low_rank import check_low_rank, mend_block, save_pairs, with_low_rank, write_low_rank
 from tokenmill.quantize.mixed_job import choose_schemes
 from tokenmill.quantize.output import assemble, directory_bytes, file_digest, float_config, weight_files
 from tokenmill.quantize.recipe import MIXED, Recipe, RecipeRequest, build_recipe
@@ -73,6 +74,7 @@ class QuantizeJob:
     drop_layers: int = 0  # blocks to leave out: those whose absence costs least
     kv_scales: bool = False  # measure what keys and values reach, and write the scales of an FP8 KV cache
     size: int = 0  # mixed precision: bytes that all weights may take; 0: as the recipe says
+    low_rank: int = 0  # rank of an adapter that mends what rounding lost; 0: none
     tune: int = 0  # steps of the end-to-end pass over scales and norms
     gate: GateRequest = field(default_factory=GateRequest)
 
@@ -112,7 +114,7 @@ class PreparedJob:
     @property
     def needs_states(self) -> bool:
         """Whether the calibration text goes through the model block by block."""
-        return self.recipe.needs_calibration or self.job.kv_scales
+        return self.recipe.needs_calibration or self.job.kv_scales or bool(self.job.low_rank)
 
     @property
     def key(self) -> str:
@@ -129,6 +131,7 @@ class PreparedJob:
             "batch": [self.forecast.batch, self.forecast.half_states],
             **({"kv_scales": True} if self.job.kv_scales else {}),
             **({"drop_layers": self.job.drop_layers} if self.job.drop_layers else {}),
+            **({"low_rank": self.job.low_rank} if self.job.low_rank else {}),
             "tune": self.job.tune,
         }
         return hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()
@@ -155,14 +158,17 @@ def prepare(job: QuantizeJob) -> PreparedJob:
     if job.kv_scales:
         check_kv_scales(file_format, source.description)
     float_config(checkpoint, source.description, _dtype_name(dtype))  # refused here rather than after hours
-    calibration = None
-    if recipe.needs_calibration or job.kv_scales or job.tune:
+    if job.low_rank:
+        check_low_rank(job.low_rank, recipe, job.tune)
+    calibration, needs_states = None, recipe.needs_calibration or job.kv_scales or bool(job.low_rank)
+    if needs_states or job.tune:
         template = load_chat_template(path)
         calibration = read_calibration(job.calibration, load_tokenizer(path), template, job.calibration_samples, length)
-    size = _output_bytes(source, recipe, shapes, dtype)
+    size = output_bytes(source, recipe, shapes, dtype)
     samples = job.calibration_samples + job.drawn
-    sequences = (samples, length) if recipe.needs_calibration or job.kv_scales else None
-    forecast = forecast_job(source, recipe, sequences, job.memory, size, device)
+    forecast = forecast_job(source, recipe, (samples, length) if needs_states else None, job.memory, size, device)
+    if job.low_rank:
+        forecast = with_low_rank(forecast, source)
     if job.tune:
         forecast = with_tuning(forecast, source, job.tune, samples, length, device)
     if job.drawn:
@@ -231,15 +237,16 @@ def run_job(prepared: PreparedJob, on_block: Progress = lambda _done, _all, _lef
         on_block(index + 1, source.num_blocks, spent * (source.num_blocks - index - 1))
         check_memory(job.memory)
     del states, float_states
-    tuned = _tune(prepared, workspace, edges.description.norm_offset)
+    extras = _tune(prepared, workspace, edges.description.norm_offset)
     dtype_name = _dtype_name(prepared.dtype)
     digests = assemble(workspace, source, edges.description, recipe, prepared.file_format, dtype_name, job.kv_scales)
+    extras |= write_low_rank(workspace, source.num_blocks, job.low_rank, prepared.dtype, job.out.name)
     layers = [layer for index in range(source.num_blocks) for layer in from_plain(workspace.block_report(index))]
     bits = 8.0 * sum(layer.num_bytes for layer in layers) / sum(layer.num_weights for layer in layers)
     content = CardContent(
         source_name=prepared.checkpoint.description.name or prepared.path.name,
         source_digests={file.name: file_digest(file) for file in weight_files(prepared.path)},
-        recipe=recipe.describe() | tuned,
+        recipe=recipe.describe() | extras,
         format_name=prepared.file_format.name,
         dtype=dtype_name,
         bits_per_weight=bits,
@@ -259,7 +266,7 @@ def run_job(prepared: PreparedJob, on_block: Progress = lambda _done, _all, _lef
         peak_memory_bytes=peak_bytes(),
         peak_device_bytes=peak_device_bytes(prepared.device),
         device=describe_device(prepared.device),
-        fidelity={**measured, **weight_errors(layers), **tuned},
+        fidelity={**measured, **weight_errors(layers), **extras},
         format=prepared.file_format.name,
         method=recipe.method,
         forecast=asdict(prepared.forecast),
@@ -285,10 +292,13 @@ def _do_block(
     norm_offset: float,
 ) -> None:
     block = CalibratedBlock(prepared.source, index, states, prepared.device, float_states)
+    block.residuals = {} if prepared.job.low_rank else None
     quantized = quantize_block(block, recipe)
     tensors, reports = encode_block(quantized, prepared.file_format, prepared.dtype, norm_offset)
     if prepared.job.tune:
         save_raw(workspace, index, quantized)
+    if prepared.job.low_rank:
+        save_pairs(workspace, index, mend_block(block, quantized.matrices, prepared.job.low_rank, prepared.dtype))
     if states is not None:
         peaks = KVPeaks()
         block.advance(peaks.add if prepared.job.kv_scales else None)
@@ -367,21 +377,6 @@ def _choose_dtype(name: str, source: SourceModel) -> torch.dtype:
     stored = source.checkpoint.tensor(f"{source.final_norm}.weight").type_name
     wide = stored == "BF16" or source.description.overflows_float16
     return torch.bfloat16 if wide else torch.float16
-
-
-def _output_bytes(
-    source: SourceModel, recipe: Recipe, shapes: Mapping[str, tuple[int, int]], dtype: torch.dtype
-) -> int:
-    d = source.description
-    tied = d.tie_embeddings and not recipe.transforms  # a transform may make the two differ
-    edges = d.vocab_size * d.hidden_size * (1 if tied else 2)
-    total = edges * dtype.itemsize
-    for name, (out, width) in shapes.items():
-        scheme = recipe.scheme_of.get(name)
-        total += int(
-            out * width * (scheme.bits_per_weight / 8 if scheme and scheme.element != "float" else dtype.itemsize)
-        )
-    return total
 
 
 def _calibration_words(prepared: PreparedJob) -> str:

@@ -46,6 +46,7 @@ METHODS: dict[str, Method] = {
     "qat": _integers("qat", bits=2),
     "hqq": Method(("hqq",), Scheme("int", 4, 64, symmetric=False), free_bits=True, free_group=True, group_open=True),
     "awq": _integers("awq", "rtn", symmetric=False),
+    "omniquant": _integers("omniquant", "gptq"),
     "rotation": _integers("rotation", "rtn"),
     "spinquant": _integers("spinquant", "gptq"),
     "float": Method(("float",), _FLOAT),

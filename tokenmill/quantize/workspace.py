@@ -67,6 +67,10 @@ class Workspace:
         """Codes and scales of a block, in jobs that tune all blocks at the end."""
         return self.path / f"raw-{index:05d}.safetensors"
 
+    def low_rank(self, index: int) -> Path:
+        """The factors of what rounding a block lost, in jobs that write an adapter."""
+        return self.path / f"low-rank-{index:05d}.safetensors"
+
     def _states(self, index: int) -> Path:
         return self.path / f"states-{index:05d}.safetensors"
 

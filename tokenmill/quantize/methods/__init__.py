@@ -8,6 +8,7 @@ TRANSFORMS = Registry(
     {
         "smoothquant": "tokenmill.quantize.methods.smoothquant:SmoothQuant",
         "awq": "tokenmill.quantize.methods.awq:Awq",
+        "omniquant": "tokenmill.quantize.methods.omniquant:OmniQuant",
         "magnitude": "tokenmill.quantize.methods.magnitude:Magnitude",
         "wanda": "tokenmill.quantize.methods.wanda:Wanda",
         "sparsegpt": "tokenmill.quantize.methods.sparsegpt:SparseGpt",
