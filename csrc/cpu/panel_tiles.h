@@ -20,9 +20,10 @@ namespace tokenmill {
 constexpr int kTiledKind = 8;          // activation kind: rows in tiles of bfloat16
 constexpr int kNoTiles = 1 << 30;      // rows from which tiles are taken: never
 constexpr int kPanelTileRows = 16;     // of activations
-constexpr int kPanelsAtOnce = 2;       // of weights, in one piece of work
+constexpr int kPanelsAtOnce = 2;       // of weights, in one product
+constexpr int kMaxPiecePanels = 8;     // of a piece of work, for all of which activations are fetched once
 constexpr int64_t kTileChunk = 512;    // k expanded at a time: the weights of two panels stay in the first-level cache
-constexpr int kTiledRowBlock = 256;    // rows of a piece of work, whose activations come from the second level
+constexpr int kTiledRowBlock = 256;    // rows of a piece of work, whose activations stay in the second level
 constexpr int kTiledSums = kPanelsAtOnce * kPanelCols;  // floats of a row of sums
 
 // sums[tokens][kTiledSums] (+)= rows x weights, over `depth` tiles of k.
@@ -50,22 +51,25 @@ struct PanelTiles {
 
 class PanelLinear;
 
-// How the tiled product of a panel linear is divided: pieces are two panels and a block of rows.
+// How the tiled product of a panel linear is divided: pieces are a few panels and a block of rows.
 class PanelTiling {
  public:
   PanelTiling(const PanelLinear& weight, const PanelTiles& tiles);
 
   size_t activation_bytes(int m) const;
   void quantize(const float* x, int64_t ldx, int begin, int end, void* activations) const;
-  int num_pieces(int m) const { return num_pairs() * row_blocks(m); }
+  int num_pieces(int m) const { return division(m).pieces(); }
   size_t scratch_bytes(int m) const;
-  int64_t first_panel(int piece, int m) const { return int64_t(piece / row_blocks(m)) * kPanelsAtOnce; }
+  int64_t first_panel(int piece, int m) const;
   void run(int piece, int m, const void* activations, const float* bias, float* y, int64_t ldy, void* scratch) const;
 
  private:
-  int num_pairs() const;
-  int row_block(int m) const;
-  int row_blocks(int m) const { return (m + row_block(m) - 1) / row_block(m); }
+  struct Division {
+    int panels, rows;  // of a piece
+    int panel_blocks, row_blocks;
+    int pieces() const { return panel_blocks * row_blocks; }
+  };
+  Division division(int m) const;
 
   const PanelLinear& weight_;
   const PanelTiles& tiles_;

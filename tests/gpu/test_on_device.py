@@ -77,5 +77,5 @@ def test_what_was_set_stays_and_the_rest_is_the_gpu_s(tmp_path: Path) -> None:
 def test_a_share_of_the_gpu_limits_weights_pages_and_steps(tmp_path: Path) -> None:
     folder = write_config(tmp_path)
     total = torch.cuda.get_device_properties(0).total_memory
-    with LLM(folder, load_format="dummy", device="cuda", context=128, gpu_memory_utilization=0.5) as llm:
-        assert llm.parts.runtime.store.nbytes <= total // 2
+    with LLM(folder, load_format="dummy", device="cuda", context=128, gpu_memory_utilization=0.1) as llm:
+        assert llm.parts.runtime.store.nbytes <= total // 10
