@@ -77,6 +77,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: _PLACES.get(item.path, len(_PLACES)))
 
 
+@pytest.fixture
+def same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without AMX's tiles of bfloat16, which give many rows other bits than one (csrc/cpu/panel_tiles.h)."""
+    monkeypatch.setenv("TOKENMILL_CPU_ISA", "avx512_vnni")
+
+
 @pytest.fixture(autouse=True)
 def _same_random_numbers() -> None:
     """Each test draws the same numbers each time: a rounding bound holds or it does not."""

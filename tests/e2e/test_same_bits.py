@@ -16,6 +16,7 @@ from tokenmill.checkpoint.open import open_checkpoint
 from tokenmill.engine.outputs import RequestOutput
 from tokenmill.quantize.ggml.export import quantize_gguf
 
+pytestmark = pytest.mark.usefixtures("same_bits")
 _PARAMS = SamplingParams(temperature=0.0, max_tokens=6, logprobs=2, ignore_eos=True)
 _COMMON, _LENGTHS = 300, (420, 331, 390, 302)  # tokens of all prompts, and of each
 

@@ -149,8 +149,8 @@ def _scaled_rule(kind: str, rows: int, depth: int, tokens: int) -> Plan:
 
 def _grouped_rule(kind: str, rows: int, depth: int, tokens: int) -> Plan:
     small = rows <= SMALL_ROWS
-    if kind == "int4" and tokens == 1 and small and depth <= WHOLE_DEPTH:
-        return Plan(GEMV, Tiling(4 if rows > 4096 else 8, warps=4))
+    if kind == "int4" and tokens == 1 and depth <= WHOLE_DEPTH:
+        return Plan(GEMV, Tiling(4 if 4096 < rows <= SMALL_ROWS else 8, warps=4))
     if tokens <= 32:
         return Plan(GROUPED, Tiling(128 if rows * depth >= FULL_WEIGHTS else 64, 0, 0, 4, 3, 2 if tokens <= 16 else 0))
     if kind == "int4" and tokens in HOPPER_TOKENS and on_hopper():
@@ -163,14 +163,16 @@ def _grouped_rule(kind: str, rows: int, depth: int, tokens: int) -> Plan:
 
 
 def _w4a8_rule(kind: str, rows: int, depth: int, tokens: int) -> Plan:
-    if tokens <= W4A16_TOKENS:
+    if tokens == 1 or (kind == "w4a8row" and tokens <= W4A16_TOKENS):
         return _grouped_rule("int4", rows, depth, tokens)
     if kind == "w4a8g32":
-        return _grouped_rule("grouped4", rows, depth, tokens)
+        return _grouped_rule("int4" if tokens <= W4A16_TOKENS else "grouped4", rows, depth, tokens)
+    if tokens <= W4A16_TOKENS:
+        return Plan(GROUPED_FP8, Tiling(128, 0, 0, 8, 3))
     if kind == "w4a8row" and tokens > 512:
         return Plan(LIBRARY)
     if tokens <= 64:
-        return Plan(GROUPED_FP8, Tiling(64, 0, 0, 4, 3, 2, 64))
+        return Plan(GROUPED_FP8, Tiling(64, 0, 0, 4, 4, 2, 64))
     # Two small tiles on a processor unpack and multiply by turns; a large one reads each token for twice the rows.
     return Plan(GROUPED_FP8, Tiling(64, 0, 0, 4, 3) if tokens <= 256 else Tiling(128, 0, 0, 8, 3))
 
