@@ -146,7 +146,7 @@ def test_config(
             "qwen3_moe",
             "model.layers.1.mlp.experts.3.up_proj.weight",
             lambda tensor: tensor[:-1],
-            "is [31, 64], expected",
+            "is [63, 64], expected",
         ),
         ("mamba2", "backbone.layers.1.mixer.in_proj.weight", lambda tensor: tensor[:-1], "is [295, 64], expected"),
     ],

@@ -39,9 +39,26 @@ def edit_config(folder: Path, **changes: object) -> None:
     (folder / "config.json").write_text(json.dumps(config))
 
 
+def _weight() -> Tensor:
+    return torch.randn(40, 96, generator=torch.Generator().manual_seed(5))  # blocks of 64 cross rows
+
+
+def _values(functional: Any, packed: Tensor, state: Any) -> Tensor:
+    """What their tensors say, by their own table: dequantize of 0.50 goes wrong on x86 where blocks cross rows."""
+    peaks = state.absmax
+    if state.nested:
+        peaks = functional.dequantize_blockwise(state.absmax, state.state2) + state.offset
+    codes = torch.stack([packed.flatten() >> 4, packed.flatten() & 15], 1).flatten().long()
+    values: Tensor = state.code[codes].view(-1, state.blocksize) * peaks[:, None]
+    return values.view(state.shape)
+
+
 @pytest.mark.parametrize("file_format", ["bitsandbytes", "bitsandbytes_double"])
 def test_nf4_files(file_format: str, tmp_path: Path) -> None:
-    pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
+    functional = pytest.importorskip("bitsandbytes.functional", reason="bitsandbytes is not installed")
+    packed, state = functional.quantize_4bit(_weight(), blocksize=64, quant_type="nf4")
+    if not torch.allclose(functional.dequantize_4bit(packed, state), _values(functional, packed, state)):
+        pytest.skip("this bitsandbytes misplaces blocks that cross rows on a CPU like this one")
     save_quantized(tmp_path, file_format, Scheme("nf4", 4, 32))
     edit_config(tmp_path, bnb_4bit_compute_dtype="float32")
     assert (engine_logits(tmp_path, IDS, "eager") - peer_logits(tmp_path)).abs().max() < 1e-4
@@ -67,13 +84,12 @@ def test_fp8_files(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["nf4", "fp4"])
 def test_we_read_their_4_bit_tensors(kind: str, double: bool) -> None:
     functional = pytest.importorskip("bitsandbytes.functional", reason="bitsandbytes is not installed")
-    weight = torch.randn(40, 96, generator=torch.Generator().manual_seed(5))  # blocks of 64 cross rows
-    packed, state = functional.quantize_4bit(weight, blocksize=64, quant_type=kind, compress_statistics=double)
+    packed, state = functional.quantize_4bit(_weight(), blocksize=64, quant_type=kind, compress_statistics=double)
     tensors = {"m.weight": packed, **{f"m.weight.{key}": part for key, part in state.as_dict(packed=True).items()}}
     checkpoint = MemoryCheckpoint(tensors)
     assert set(FourBitFormat.tensor_names(checkpoint, "m")) == set(tensors)
     ours = FourBitFormat.load(checkpoint, "m")
-    torch.testing.assert_close(ours.dequantize(0, 40), functional.dequantize_4bit(packed, state), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(ours.dequantize(0, 40), _values(functional, packed, state), rtol=1e-6, atol=1e-6)
 
 
 def test_we_run_a_model_with_their_int8_tensors(tmp_path: Path) -> None:

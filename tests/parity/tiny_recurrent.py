@@ -20,7 +20,7 @@ _DELTA = {
 _EXPERTS = {
     "num_experts": 8,
     "num_experts_per_tok": 2,
-    "moe_intermediate_size": 64,
+    "moe_intermediate_size": 32,
     "shared_expert_intermediate_size": 32,
 }
 

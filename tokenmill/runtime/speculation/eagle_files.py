@@ -23,7 +23,7 @@ from tokenmill.model.attention.base import AttentionSpec
 from tokenmill.model.layers.rotary import RotaryTable, build_rotary_table
 from tokenmill.runtime.speculation.base import Target
 from tokenmill.runtime.speculation.eagle_layer import EagleLayer, EagleShape
-from tokenmill.runtime.speculation.heads import TargetVocabulary
+from tokenmill.runtime.speculation.target_vocabulary import TargetVocabulary
 
 _DOWNLOAD = "download it again, or choose another head"
 _PICKLED = "unpickling can run code: write them as safetensors (safetensors.torch.save_file of the tensors) first"

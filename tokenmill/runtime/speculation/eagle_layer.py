@@ -19,8 +19,8 @@ from torch import Tensor
 from tokenmill.kernels.ref import gated, rms_norm, rope
 from tokenmill.model.attention.base import AttentionSpec
 from tokenmill.model.layers.rotary import RotaryTable
-from tokenmill.runtime.speculation.heads import TargetVocabulary
 from tokenmill.runtime.speculation.layer_drafter import AttendNew, DraftLayer
+from tokenmill.runtime.speculation.target_vocabulary import TargetVocabulary
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,7 @@ from tokenmill.runtime.executors.base import Draft, StepGuesser
 from tokenmill.runtime.speculation.base import Drafter, Target
 from tokenmill.runtime.speculation.head_modules import HEAD_KINDS, Attend, EagleHead, MedusaHeads, build_head
 from tokenmill.runtime.speculation.page_views import PageViews
+from tokenmill.runtime.speculation.target_vocabulary import TargetVocabulary
 from tokenmill.types import Request, ScheduledTokens
 
 CONFIG_FILE, WEIGHTS_FILE = "draft_head.json", "draft_head.safetensors"
@@ -123,39 +124,6 @@ class HeadDrafter(Drafter):
             steps.append((last, chances))
         ids = torch.stack([step_ids for step_ids, _ in steps], dim=1)
         return ids.tolist(), torch.stack([step_chances for _, step_chances in steps], dim=1).tolist()
-
-
-class TargetVocabulary:
-    """The target's embedding, final norm and output head: between tokens and hidden states."""
-
-    def __init__(self, model: LoadedModel) -> None:
-        self._model = model
-        self._decoder = model.decoder
-        self._table = model.table
-
-    def embed(self, token_ids: Tensor) -> Tensor:
-        return self._model.embed(token_ids) * self._decoder.description.embedding_scale
-
-    def best(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """([T] probability, [T] id) of the most likely token."""
-        chances, ids = self.top(hidden, 1)
-        return chances[:, 0], ids[:, 0]
-
-    def top(self, hidden: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        """([T, count] probability, [T, count] id) of the most likely tokens."""
-        return self.top_of_normed(self.normed(hidden), count)
-
-    def normed(self, hidden: Tensor) -> Tensor:
-        """Float32, behind the final norm."""
-        return self._decoder.norm.of_tensor(hidden.float())
-
-    def top_of_normed(self, normed: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        kernel = self._decoder.head.kernel
-        assert kernel is not None, "the head is always multiplied"
-        x = normed if self._table is None else normed.to(self._table.dtype)
-        logits = kernel.run(x.contiguous())[:, : self._decoder.description.vocab_size].float()
-        values, ids = logits.topk(count)
-        return (values - logits.logsumexp(-1, keepdim=True)).exp(), ids
 
 
 def page_views(head: MedusaHeads | EagleHead, model: LoadedModel, store: KVStore) -> PageViews | None:

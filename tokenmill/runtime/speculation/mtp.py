@@ -33,8 +33,8 @@ from tokenmill.model.loader import LoadedModel
 from tokenmill.model.reader import WeightReader
 from tokenmill.runtime.executors.eager import FORWARD_OPS, EagerOps
 from tokenmill.runtime.speculation.base import Target, refuse_argument
-from tokenmill.runtime.speculation.heads import TargetVocabulary
 from tokenmill.runtime.speculation.layer_drafter import AttendNew, DraftLayer, LayerDrafter
+from tokenmill.runtime.speculation.target_vocabulary import TargetVocabulary
 from tokenmill.types import Batch
 
 _log = get_logger(__name__)

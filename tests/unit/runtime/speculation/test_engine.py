@@ -138,6 +138,7 @@ def test_preemption_with_drafts(model: Path) -> None:
         assert llm.stats.num_accepted > 0
 
 
+@pytest.mark.usefixtures("same_bits")
 def test_the_recorded_executor_gives_the_same_bits(model_path: Callable[[str], Path]) -> None:
     """On a quantized model, whose rounding of activations makes another token of the smallest difference: alone, in a
     batch, and checked among drafts of any quality."""
