@@ -4,7 +4,9 @@
 
 Prints the folder that has llama-server, llama-bench and llama-cli. Done once (about a quarter of an hour on two cores);
 the packages on the index are built for the oldest processor they support, which costs them several times their speed.
-Needs cmake and a compiler.
+Needs cmake and a compiler. On x86 with AMX: CC=clang CXX=clang++ (and libomp), since what g++ 12 makes of llama.cpp's
+tile configuration ends with an illegal instruction. `libggml-cpu` and `libllama` beside the programs are what
+LLAMA_CPP_LIB_PATH wants.
 """
 
 from __future__ import annotations
