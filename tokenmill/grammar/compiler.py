@@ -210,7 +210,8 @@ class GrammarCompiler:
         while True:
             job = self._next()
             if isinstance(job, StructuredSpec):
-                self._add_lane(job)
+                with contextlib.suppress(Exception):  # one lane less, but this thread goes on
+                    self._add_lane(job)
                 continue
             try:
                 result: CompiledGrammar | Exception = self._compiled(job.spec)
@@ -259,15 +260,22 @@ class GrammarCompiler:
         return grammar
 
     def _want_lane(self, spec: StructuredSpec) -> None:
+        """Asked in every step of many rows: what cannot be had wakes nobody."""
         with self._queued:
-            ready = [job.result() for job in self._ready.values()]
-            if spec in self._ready and sum(each.num_lanes - 1 for each in ready) < _MAX_FURTHER_LANES:
+            grammar = self._kept(spec)
+            if grammar is None or grammar.num_lanes >= _MAX_LANES or spec in self._lacking:
+                return
+            if sum(job.result().num_lanes - 1 for job in self._ready.values()) < _MAX_FURTHER_LANES:
                 self._lacking[spec] = None
                 self._queued.notify()
 
-    def _add_lane(self, spec: StructuredSpec) -> None:
+    def _kept(self, spec: StructuredSpec) -> CompiledGrammar | None:
         job = self._ready.get(spec)
-        grammar = None if job is None else job.result()
+        return None if job is None else job.result()
+
+    def _add_lane(self, spec: StructuredSpec) -> None:
+        with self._lock:
+            grammar = self._kept(spec)
         if grammar is not None and grammar.num_lanes < _MAX_LANES:
             grammar.add_lane(compile_grammar(spec, self._built_vocabulary()))
 

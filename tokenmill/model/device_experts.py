@@ -46,7 +46,7 @@ def stack_for_gpu(stack: WeightStack, upload: Upload, quantization: str) -> Any:
         if not quantization:
             return gpu.bf16_stack(_gather(stack, upload, lambda w: [w.parts()["values"].to(torch.bfloat16)])[0], bias)
         if quantization == "fp8":
-            declined = declines_float8(_device(upload(first)))
+            declined = _float8_declined()
             if declined is not None:
                 raise UserError(f"--quantization fp8 cannot be used: {declined}", "use --quantization int4")
             codes, scales = _gather(stack, upload, _to_fp8)
@@ -63,7 +63,7 @@ def stack_for_gpu(stack: WeightStack, upload: Upload, quantization: str) -> Any:
         blocks, scales = _gather(stack, upload, lambda w: [w.parts()["packed"], w.parts()["scales"].view(torch.uint8)])
         return gpu.mxfp4_stack(blocks, scales, bias)
     if scheme.element == "e4m3" and scheme.scale_type == "float":
-        if declines_float8(_device(upload(first))) is not None:  # twice the bytes, but it runs
+        if _float8_declined() is not None:  # twice the bytes, but it runs
             return gpu.bf16_stack(_gather(stack, upload, _widened)[0], bias)
         return _float8(stack, upload, bias)
     if scheme.element == "int" and scheme.bits == 4 and scheme.group_size:
@@ -85,8 +85,9 @@ def _gather(stack: WeightStack, upload: Upload, read: Callable[[LinearWeight], S
     return [target.view(column[0].dtype) for target, column in zip(stacked, columns, strict=True)]
 
 
-def _device(weight: LinearWeight) -> str:
-    return next(iter(weight.parts().values())).device.type
+def _float8_declined() -> str | None:
+    """Stacks are multiplied by the GPU, wherever they lie; where there is none, by the interpreter."""
+    return declines_float8("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def _widened(weight: LinearWeight) -> list[Tensor]:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
+from typing import Any
 
 import pytest
 
 from tests.unit.grammar.test_grammar import ByteTokens
+from tokenmill.grammar import compiler as compiler_module
 from tokenmill.grammar.compiler import CompiledGrammar, GrammarCompiler
 from tokenmill.grammar.progress import GrammarProgress
 from tokenmill.runtime.sampling.features import grammar as feature
@@ -71,6 +74,31 @@ def test_more_lanes_come_only_for_grammars_that_are_kept(compiler: GrammarCompil
     grammar.want_lane()
     compiler.compile(StructuredSpec("regex", "last"))
     assert grammar.num_lanes == before
+
+
+def test_a_lane_that_fails_ends_no_compiler(compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    grammar = compiler.compile(_SPEC)
+    real, failed = compiler_module.compile_grammar, threading.Event()
+
+    def fail_once(spec: StructuredSpec, vocabulary: Any) -> CompiledGrammar:
+        if spec == _SPEC:
+            failed.set()
+            raise MemoryError
+        return real(spec, vocabulary)
+
+    monkeypatch.setattr(compiler_module, "compile_grammar", fail_once)
+    grammar.want_lane()
+    assert failed.wait(60)
+    assert compiler.compile(StructuredSpec("regex", "after")).num_lanes == 1
+    assert grammar.num_lanes == 1
+
+
+def test_a_grammar_with_all_lanes_wakes_nobody(compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiler_module, "_MAX_LANES", 2)
+    grammar = _with_lanes(compiler, 2)
+    compiler.compile(StructuredSpec("regex", "what was still asked for has been looked at"))
+    grammar.want_lane()
+    assert not compiler._lacking
 
 
 def test_the_time_of_masks_goes_along(compiler: GrammarCompiler) -> None:

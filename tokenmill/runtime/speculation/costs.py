@@ -15,11 +15,10 @@ _MAX_SAMPLES = 9  # latest measurements kept per token count; their median is us
 _SETTLED_SAMPLES = 6  # measurements after which a token count is settled
 _EXPIRY = 2048  # measurements after which a token count that did not occur again is forgotten
 _EXACT = 32  # token counts up to this have an entry each, larger ones share one with those within an eighth
-# Without measurements: the cost of one more token, relative to the step's cost per token.
+# Without measurements: the cost of one more token, relative to the step's cost per token. Where steps are captured,
+# which is on a GPU, it is taken for small: a guess that is too low is measured, one that is too high is not.
 DEFAULT_SLOPE = 0.3
-CAPTURED_SLOPE = (
-    0.02  # where steps are captured, which is on a GPU: a guess that is too low is measured, one too high is not
-)
+CAPTURED_SLOPE = 0.02
 
 
 class StepCosts:

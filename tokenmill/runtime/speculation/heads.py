@@ -53,7 +53,7 @@ class HeadDrafter(Drafter):
         folder = Path(argument)
         if not (folder / CONFIG_FILE).is_file() and eagle_files.is_published(folder):
             return layer_drafter.LayerDrafter(eagle_files.load_eagle(folder, target), target)
-        return cls(load_head(Path(argument), target.model), target.model, target.store)
+        return cls(load_head(folder, target.model), target.model, target.store)
 
     @property
     def nbytes(self) -> int:

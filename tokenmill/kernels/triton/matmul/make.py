@@ -117,8 +117,8 @@ def from_quantized(
 def _rounded(matrix: Any, bias: Tensor | None, device: torch.device, input_scale: float | None) -> RoundedGroupedLinear:
     """W4A8: integers in groups, or a scale per row, times inputs rounded to float8."""
     scheme = matrix.scheme
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
-        raise Declined("float8 inputs need compute capability 8.9 or later")
+    if (reason := gpu_generation.declines_float8(device.type)) is not None:
+        raise Declined(reason)
     grouped = repack.from_matrix(matrix, device)
     if grouped is None:
         raise Declined(f"no kernel for float8 inputs and groups of {scheme.group_size or matrix.codes.shape[1]}")
