@@ -17,7 +17,11 @@ from tokenmill.kernels import triton as gpu
 from tokenmill.kernels.triton.matmul import make
 from tokenmill.kernels.triton.matmul.linear import DenseLinear, ScaledLinear
 from tokenmill.kernels.triton.shared import launch
+from tokenmill.model import device_experts
+from tokenmill.model.formats.base import LinearWeight
+from tokenmill.model.formats.float8 import Float8Weight
 from tokenmill.model.formats.quantized import QuantizedMatrix, Scheme
+from tokenmill.model.formats.stacks import WeightStack
 from tokenmill.model.kvstore.float8 import Float8Store
 
 _CUDA = torch.device("cuda", 0)
@@ -115,6 +119,24 @@ def test_float8_weights_are_widened(monkeypatch: pytest.MonkeyPatch, scheme: dic
     assert isinstance(linear, DenseLinear)
     assert "expanded from e4m3" in linear.detail
     torch.testing.assert_close(linear.weight.float(), matrix.dequantize().to(torch.bfloat16).float())
+
+
+def test_float8_experts_are_widened_and_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    codes = (torch.randn(2, 32, 128) * 30).to(torch.float8_e4m3fn)
+    scales = torch.tensor([0.5, 2.0])
+    experts = [
+        Float8Weight({"weight": codes[number], "weight_scale": scales[number : number + 1]}, "experts")
+        for number in range(2)
+    ]
+    read: list[LinearWeight] = []
+    monkeypatch.setattr(device_experts, "declines_float8", lambda _type: "it has none")
+    stack = device_experts.stack_for_gpu(
+        WeightStack([[each] for each in experts]), lambda w: (read.append(w), w)[1], ""
+    )
+    assert stack.kind == "bf16"
+    assert read == experts
+    wanted = torch.stack([each.dequantize(0, 32) for each in experts]).to(torch.bfloat16)
+    assert torch.equal(stack.tensors.codes, wanted.flatten(0, 1))
 
 
 def test_rounding_to_float8_at_load_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
