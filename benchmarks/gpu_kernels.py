@@ -1,9 +1,10 @@
 """Each GPU kernel against its floor: the bytes it must move or the operations it must do, at this GPU's measured rates.
 
-    python benchmarks/gpu_kernels.py [--tune] [linear w4a8 attention small sampling]
+    python benchmarks/gpu_kernels.py [--tune] [linear w4a8 int4 attention small sampling]
 
 Shapes are Llama-3.1-8B's. Every figure is the median of graph replays over rotating weights (several times the cache),
 and kernels are compared with a float64 twin on the same random inputs first. `--tune` measures and stores plans before.
+`int4` has every plan of few tokens times 4-bit weights by itself;
 `w4a8` sets 4-bit groups of 128 with float8 inputs beside W4A16 and FP8, every plan of W4A8 by itself.
 """
 
@@ -139,10 +140,20 @@ def bench_w4a8(limits: Limits, tune: bool) -> None:
             for tokens in (1, 16, 64, 128, 256, 4096):
                 if tune:
                     made[0].tune(tokens)
-                _compare_plans(limits, scheme, made, tokens)
+                _compare_plans(limits, scheme, made, tokens, scheme == "w4a8")
 
 
-def _compare_plans(limits: Limits, scheme: str, made: list[GpuLinear], tokens: int) -> None:
+def bench_int4(limits: Limits) -> None:
+    """Few tokens times 4-bit weights: every plan by itself."""
+    for rows, depth in SHAPES.values():
+        values = torch.randn(rows, depth, device=DEVICE, dtype=torch.bfloat16)
+        copies = max(2, math.ceil(COLD_BYTES / (rows * depth * 0.52)))
+        made = [quantize_at_load(values, None, "int4") for _ in range(copies)]
+        for tokens in (1, 4, 16, 32):
+            _compare_plans(limits, "int4", made, tokens, every=True)
+
+
+def _compare_plans(limits: Limits, scheme: str, made: list[GpuLinear], tokens: int, every: bool) -> None:
     first = made[0]
     rows, depth, chosen, exact = first.rows, first.depth, first.choose(tokens), exact_rows(first)
     x = torch.randn(tokens, depth, device=DEVICE, dtype=torch.bfloat16)
@@ -151,7 +162,7 @@ def _compare_plans(limits: Limits, scheme: str, made: list[GpuLinear], tokens: i
     flops = limits.flops if scheme == "int4" else limits.flops8
     floor = max(first.nbytes / limits.bytes, 2 * tokens * rows * depth / flops)
     others = [plan for plan in candidates(first.kind, rows, depth, tokens) if plan != chosen]
-    for plan in (chosen, *(others if scheme == "w4a8" else ())):
+    for plan in (chosen, *(others if every else ())):
 
         def multiply(linear: GpuLinear) -> Tensor:
             if scheme == "int4":
@@ -162,7 +173,9 @@ def _compare_plans(limits: Limits, scheme: str, made: list[GpuLinear], tokens: i
         assert wrong < 0.01, (scheme, plan, wrong)
         us = median_us([partial(multiply, each) for each in made])
         name = f"{scheme} {rows}x{depth} x {tokens}" if plan == chosen else "  the same by another plan"
-        cut = f"{plan.kernel} {plan.tiling.rows}x{plan.tiling.tokens}, {plan.tiling.stages} stages"
+        tiling = plan.tiling
+        cut = f"{plan.kernel} {tiling.rows}x{tiling.tokens}, {tiling.warps} warps, {tiling.stages} stages"
+        cut += f", {tiling.prefetch_lines} lines first" if tiling.prefetch_lines else ""
         line(name, us, floor, wrong, cut)
 
 
@@ -321,13 +334,15 @@ def bench_sampling(limits: Limits) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tune", action="store_true")
-    parser.add_argument("what", nargs="*", default=["linear", "w4a8", "attention", "small", "sampling"])
+    parser.add_argument("what", nargs="*", default=["linear", "w4a8", "int4", "attention", "small", "sampling"])
     options = parser.parse_args()
     limits = Limits()
     if "linear" in options.what:
         bench_linear(limits, options.tune)
     if "w4a8" in options.what:
         bench_w4a8(limits, options.tune)
+    if "int4" in options.what:
+        bench_int4(limits)
     if "attention" in options.what:
         bench_attention(limits)
     if "small" in options.what:

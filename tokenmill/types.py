@@ -219,10 +219,10 @@ class CompiledGrammar(Protocol):
     key: int  # the same for grammars of the same text: what was learned of one outlives it
     punctuation: Any  # bits of tokens, or None: what a drafter learns from all grammars alike
     mask_seconds: float  # of processor time, that a mask takes: a moving average
+    masks: Any  # those kept by state, or None
 
-    # Matchers of one lane share nothing with those of another, so that threads do not wait for each other.
     @property
-    def num_lanes(self) -> int: ...
+    def num_lanes(self) -> int: ...  # matchers of two share nothing, so that threads do not wait for each other
     def matcher(self, lane: int = 0) -> Any: ...  # follows one output, token by token
     def want_lane(self) -> None: ...  # asks for one more; it comes when the compiler has time, or never
     def token_bytes(self, token_id: int) -> bytes: ...

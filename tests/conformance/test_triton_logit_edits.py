@@ -14,6 +14,8 @@ import torch
 if os.environ.get("TRITON_INTERPRET") != "1" and not torch.cuda.is_available():
     pytest.skip("no GPU: test_triton.py runs this file under the interpreter", allow_module_level=True)
 
+from tokenmill.grammar.vocabulary import Bits
+from tokenmill.runtime.executors.cuda import mask_table
 from tokenmill.runtime.executors.cuda.logit_edits import LogitEdits, TokenCounts
 from tokenmill.runtime.executors.cuda.sampling import CudaSampler
 from tokenmill.runtime.sampling.features import LOGIT_FEATURES
@@ -175,3 +177,43 @@ def test_bits_of_tokens() -> None:
     bits = token_bits([0, 31, 32, 332], VOCAB)
     assert bits.dtype == np.int32
     assert np.flatnonzero(np.unpackbits(bits.view(np.uint8), bitorder="little")).tolist() == [0, 31, 32, 332]
+
+
+def shared_bits(token_ids: Sequence[int]) -> Bits:
+    bits = token_bits(token_ids, VOCAB)
+    bits.flags.writeable = False
+    return bits
+
+
+def possible(edits: LogitEdits, allowed: dict[int, Bits], rows: int) -> list[list[int]]:
+    logits = random_logits(rows)
+    edits.apply(logits, Edits(VOCAB, allowed=allowed))
+    return [row.isfinite().nonzero().flatten().tolist() for row in logits]
+
+
+def test_masks_that_come_again_are_sent_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[int] = []
+    edits = LogitEdits(DEVICE)
+    send = edits._send
+    monkeypatch.setattr(edits, "_send", lambda values: (sent.append(values.size), send(values))[1])
+    one, other = shared_bits([1, 40]), shared_bits([332])
+    for allowed in ({0: one, 2: other, 3: one}, {1: one, 0: other}, {0: one, 1: token_bits([7], VOCAB), 2: other}):
+        sent.clear()
+        found = possible(edits, allowed, 4)
+        wanted = {id(one): [1, 40], id(other): [332]}
+        for row in range(4):
+            bits = allowed.get(row)
+            assert found[row] == (list(range(VOCAB)) if bits is None else wanted.get(id(bits), [7]))
+    assert max(sent) == one.size  # of the one that may still change
+
+
+def test_masks_make_room_and_what_finds_none_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mask_table, "_MAX_PLACES", 3)
+    edits = LogitEdits(DEVICE)
+    masks = [shared_bits([number, 100 + number]) for number in range(8)]
+    for chosen in ([0, 1, 2], [3, 1], [0, 1, 2, 3, 4, 5], [7, 7, 6], [0, 7, 5], [5, 6, 7, 0]):
+        found = possible(edits, {row: masks[number] for row, number in enumerate(chosen)}, len(chosen))
+        assert found == [[number, 100 + number] for number in chosen]
+    short = shared_bits([3])[:1]
+    short.flags.writeable = False
+    assert possible(edits, {0: masks[1], 1: short}, 2) == [[1, 101], [3]]

@@ -15,9 +15,13 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from tokenmill.errors import UserError
+from tokenmill.grammar.kept_masks import GrammarMasks, KeptMasks
 from tokenmill.grammar.round_robin import RoundRobin
 from tokenmill.grammar.source import check_limits, grammar_text, refusal
+from tokenmill.grammar.states import states_of
 from tokenmill.grammar.vocabulary import Bits, TokenBytes, build_vocabulary, punctuation_of
 from tokenmill.hardware.priority import lower_thread_priority
 from tokenmill.types import StructuredSpec
@@ -46,8 +50,11 @@ class CompiledGrammar:
     grammar compiled again.
     """
 
-    def __init__(self, prototype: LLMatcher, vocabulary: LLTokenizer, key: int = 0) -> None:
+    def __init__(
+        self, prototype: LLMatcher, vocabulary: LLTokenizer, key: int = 0, masks: GrammarMasks | None = None
+    ) -> None:
         self.key = key
+        self.masks = masks
         self._prototypes = [prototype]
         self._vocabulary = vocabulary
         self.mask_seconds = 0.0
@@ -139,6 +146,7 @@ class GrammarCompiler:
         self._lock = threading.Lock()  # around the tables and the queue
         self._queued = threading.Condition(self._lock)
         self._building = threading.Lock()  # around the vocabulary
+        self._masks: KeptMasks | None = None
         self._num_workers = 0
         self._abandoned: set[GrammarJob] = set()
         self._lacking: OrderedDict[StructuredSpec, None] = OrderedDict()  # want one more lane
@@ -253,7 +261,8 @@ class GrammarCompiler:
 
     def _compiled(self, spec: StructuredSpec) -> CompiledGrammar:
         began = time.monotonic()
-        grammar = compile_grammar(spec, self._built_vocabulary())
+        vocabulary = self._built_vocabulary()
+        grammar = compile_grammar(spec, vocabulary, self._masks)
         grammar.punctuation = self._punctuation
         if time.monotonic() - began < _MAX_LANE_SECONDS:
             grammar.want_lane = lambda: self._want_lane(spec)
@@ -283,12 +292,14 @@ class GrammarCompiler:
         with self._building:
             if self._vocabulary is None:
                 self._vocabulary = build_vocabulary(self._tokenizer, self._eos_ids)
+                self._masks = KeptMasks(self._vocabulary)
                 self._punctuation = punctuation_of(self._tokenizer)
             return self._vocabulary
 
 
-def compile_grammar(spec: StructuredSpec, vocabulary: LLTokenizer) -> CompiledGrammar:
-    """In the calling thread. Raises UserError where the grammar cannot be used."""
+def compile_grammar(spec: StructuredSpec, vocabulary: LLTokenizer, kept: KeptMasks | None = None) -> CompiledGrammar:
+    """In the calling thread. Raises UserError where the grammar cannot be used. `kept`: where masks are kept by state,
+    if the grammar has such."""
     from llguidance import LLMatcher
 
     check_limits(spec)
@@ -300,7 +311,13 @@ def compile_grammar(spec: StructuredSpec, vocabulary: LLTokenizer) -> CompiledGr
     mask = first.compute_bitmask()
     if first.is_error() or not any(mask):
         raise refusal(spec, first.get_error() or "it allows no output at all")
-    return CompiledGrammar(matcher, vocabulary, hash(spec))
+    states = None if kept is None else states_of(spec)
+    if kept is None or states is None:
+        return CompiledGrammar(matcher, vocabulary, hash(spec))
+    masks = GrammarMasks(states, kept)
+    words = (vocabulary.vocab_size + 31) // 32  # the library may have one more
+    masks.keep(masks.start, np.frombuffer(mask, dtype=np.int32)[:words])
+    return CompiledGrammar(matcher, vocabulary, hash(spec), masks)
 
 
 def _limits() -> LLParserLimits:

@@ -1,19 +1,21 @@
 """How far one output is in its grammar: follows tokens and drafted ones, and says which may come next.
 
-Masks are kept for the drafted tokens of the present step, because the drafter and the sampler ask for the same ones.
-Where the grammar ran into a limit, or its masks take so long that they delay other requests, there is no mask any more.
-Called by the sampler's grammar feature and by the grammar drafter; knows neither logits nor requests.
+Masks are kept for the drafted tokens of the present step, because the drafter and the sampler ask for the same ones;
+where the grammar has states, also by state, for all outputs that come there (kept_masks.py). Where the grammar ran into
+a limit, or its masks take so long that they delay other requests, there is no mask any more. Called by the sampler's
+grammar feature and by the grammar drafter; knows neither logits nor requests.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tokenmill.grammar.compiler import MASK_BURST_SECONDS, MASK_SECONDS
+from tokenmill.grammar.kept_masks import Place
 from tokenmill.grammar.vocabulary import Bits
 from tokenmill.types import CompiledGrammar
 
@@ -28,6 +30,9 @@ class GrammarProgress:
         self._num_output = 0  # of the request's own tokens, how many the matcher has consumed
         self._drafted: list[int] = []  # consumed after them
         self._masks: dict[tuple[int, ...], Bits] = {}  # by the drafted tokens before
+        self._kept = grammar.masks
+        # Behind the output, and behind each drafted token.
+        self._places: list[Place | None] = [None if self._kept is None else self._kept.start]
         self._seconds_left = MASK_BURST_SECONDS  # of processor time, for masks
 
     def follow(self, output: list[int], drafted: Sequence[int]) -> bool:
@@ -35,19 +40,25 @@ class GrammarProgress:
         now are rolled back. False if that is not possible: start over."""
         new = output[self._num_output :]
         following = [*new, *drafted]
-        pairs = zip(self._drafted, following, strict=False)
-        shorter = min(len(self._drafted), len(following))
-        same = next((n for n, (before, now) in enumerate(pairs) if before != now), shorter)
+        same = _num_same(self._drafted, following)
         extra = len(self._drafted) - same
-        if extra and (self._matcher.is_error() or not self._matcher.rollback(extra)):
-            return False
+        if extra:
+            if self._matcher.is_error() or not self._matcher.rollback(extra):
+                return False
+            del self._places[same + 1 :]
         for token_id in following[same:]:
             self._matcher.consume_token(token_id)
+            self._go_on(token_id)
         if new:
             count, path = len(new), tuple(new)
+            del self._places[:count]
             self._masks = {key[count:]: mask for key, mask in self._masks.items() if key[:count] == path}
         self._num_output, self._drafted = len(output), list(drafted)
         return True
+
+    def is_at(self, num_output: int, drafted: Sequence[int]) -> bool:
+        """Whether `follow` has nothing to do for an output of this length."""
+        return num_output == self._num_output and self._drafted == list(drafted)
 
     def moved(self, lane: int, output: list[int]) -> GrammarProgress:
         """The same output in another lane of the grammar, without drafted tokens."""
@@ -59,6 +70,7 @@ class GrammarProgress:
     def advance(self, token_id: int) -> bool:
         """Consume one more drafted token; False if nothing can follow it."""
         self._drafted.append(token_id)
+        self._go_on(token_id)
         return bool(self._matcher.consume_token(token_id)) and not self._matcher.is_stopped()
 
     @property
@@ -75,23 +87,48 @@ class GrammarProgress:
         return max(0, count)
 
     def mask(self) -> Bits | None:
-        """The tokens that may come next; None where no token is possible. Not to be changed."""
+        """The tokens that may come next; None where no token is possible. Not to be changed: others share it."""
         path = tuple(self._drafted)
-        known = self._masks.get(path)
-        if known is not None:
-            return known
+        bits = self._masks.get(path)
+        if bits is not None:
+            return bits
         if self._matcher.is_error() or self._seconds_left < 0:
             return None
+        place = self._places[-1]
+        bits = None if self._kept is None or place is None else self._kept.find(place)
+        if bits is None:
+            bits = self._computed()
+            if bits is not None and self._kept is not None and place is not None:
+                bits = self._kept.keep(place, bits)
+        else:
+            self._took(0.0)
+        if bits is not None:
+            self._masks[path] = bits
+        return bits
+
+    def lacks(self) -> Hashable | None:
+        """What `mask` would compute, the same for outputs that share it; None if it is known."""
+        if tuple(self._drafted) in self._masks:
+            return None
+        place = self._places[-1]
+        if self._kept is None or place is None:
+            return self
+        return place.key if self._kept.find(place) is None else None
+
+    def _computed(self) -> Bits | None:
         bits = np.zeros((self._vocab_size + 31) // 32, dtype=np.int32)
         began = time.thread_time()
         self._matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
-        seconds = time.thread_time() - began
+        self._took(time.thread_time() - began)
+        return None if self._matcher.is_error() or not bits.any() else bits
+
+    def _took(self, seconds: float) -> None:
         self._seconds_left = min(self._seconds_left + MASK_SECONDS - seconds, MASK_BURST_SECONDS)
         self.grammar.mask_seconds += (1 - _DECAY) * (seconds - self.grammar.mask_seconds)
-        if self._matcher.is_error():
-            return None
-        self._masks[path] = bits
-        return bits
+
+    def _go_on(self, token_id: int) -> None:
+        place = self._places[-1]
+        self._places.append(None if self._kept is None or place is None else self._kept.after(place, token_id))
 
     def banned(self, num_logits: int) -> NDArray[np.bool_]:
         """[num_logits]: True for tokens that the grammar does not allow next."""
@@ -106,3 +143,11 @@ class GrammarProgress:
         if self._seconds_left < 0:
             return "its grammar takes too long to follow"
         return f"its grammar allows no token ({' '.join(self._matcher.get_error().split())[:200]})"
+
+
+def _num_same(before: Sequence[int], now: Sequence[int]) -> int:
+    """How many of the first tokens are the same."""
+    for number, (one, other) in enumerate(zip(before, now, strict=False)):
+        if one != other:
+            return number
+    return min(len(before), len(now))

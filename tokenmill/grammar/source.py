@@ -45,7 +45,7 @@ def grammar_text(spec: StructuredSpec) -> str:
         case "json_schema":
             return LLMatcher.grammar_from_json_schema(json.dumps(read_schema(spec.text)), overrides=_options())
         case "regex":
-            return LLMatcher.grammar_from_regex(_unanchored(spec.text))
+            return LLMatcher.grammar_from_regex(unanchored(spec.text))
         case "choice":
             return LLMatcher.grammar_from_regex("|".join(map(_escaped, dict.fromkeys(spec.choices))))
         case "structural_tag":
@@ -81,7 +81,7 @@ def _options() -> Any:
     return dict(JSON_OPTIONS)
 
 
-def _unanchored(regex: str) -> str:
+def unanchored(regex: str) -> str:
     """The entire output must match anyway, so ^ at the start and $ at the end are redundant."""
     body = regex.removeprefix("^")
     if body.endswith("$") and (len(body) - len(body[:-1].rstrip("\\"))) % 2 == 1:

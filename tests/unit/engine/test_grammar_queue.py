@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import threading
 import time
+from typing import Any
 
 import pytest
-from llguidance import LLTokenizer
 
 from tests.unit.grammar.test_grammar import ByteTokens
 from tokenmill.engine.grammar_queue import GrammarQueue
@@ -83,11 +83,11 @@ class _Held:
         self._compile = compiler_module.compile_grammar
         monkeypatch.setattr(compiler_module, "compile_grammar", self)
 
-    def __call__(self, spec: StructuredSpec, vocabulary: LLTokenizer) -> CompiledGrammar:
+    def __call__(self, spec: StructuredSpec, *others: Any) -> CompiledGrammar:
         self.order.append(spec.text)
         self.began.set()
         assert self.let_go.wait(_PATIENCE)
-        return self._compile(spec, vocabulary)
+        return self._compile(spec, *others)
 
 
 def test_what_nobody_waits_for_is_not_compiled(waiting: GrammarQueue, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -76,7 +76,7 @@ def test_a_text_that_is_too_long_is_refused_before_it_is_read(kind: str) -> None
 
 
 def test_slow_masks_end_their_request_alone(compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
-    spec = StructuredSpec("regex", "[a-z]*")
+    spec = StructuredSpec("grammar", "start: /[a-z]*/")  # as a regex its mask would be computed once
     slow, good = _request(compiler.compile(spec), spec), _request(compiler.compile(spec), spec)
     mask, step, clock = grammar_progress.GrammarProgress.banned, [0.0], [0.0]
 

@@ -17,6 +17,8 @@ with float8 inputs "w4a8", "w4a8g32" (groups of 32), "w4a8row" (one scale for a 
 |            | 65-     | library     | but skinny for int8 up to 256 and for fp8 up to 128 with K > 8192: the library |
 |            |         |             | has no good int8 product of few tokens, none of fp8 that splits the depth      |
 | int4       | 1       | gemv        | N <= 8192 and K <= 4096: 2.63 -> 2.37 ms; longer rows do not fit one program   |
+|            |         |             | (28,672 rows alone 25.4 -> 23.8 us, but with the gate a step takes 2.56, not   |
+|            |         |             | 2.47 ms)                                                                       |
 |            | 65-128  | hopper      | 132 us at 128 tokens, hopper_wide 145                                          |
 |            | 129-256 | hopper_wide | 198 us at 256 tokens, hopper 225                                               |
 |            | 257-512 | hopper      | two and more tiles of 128 tokens                                               |
@@ -240,7 +242,11 @@ def candidates(kind: str, rows: int, depth: int, tokens: int) -> list[Plan]:
         plans += [Plan(GROUPED, Tiling(64, 0, 0, 4, 3, 0, 64)), Plan(GROUPED, Tiling(128, 0, 0, 8, 3, 0, 128))]
         plans += [Plan(LIBRARY)] if tokens > 64 else []
         if kind == "int4" and tokens == 1:
-            plans += [Plan(GEMV, Tiling(8 if depth <= 4096 else 4, warps=4)), Plan(GEMV, Tiling(4, warps=4))]
+            plans += [Plan(GEMV, Tiling(each, warps=4)) for each in (2, 4, 8, 16) if each * depth <= 16 * WHOLE_DEPTH]
+            plans += [Plan(GEMV, Tiling(8, warps=8)), Plan(GEMV, Tiling(4, warps=2))]
+        if kind == "int4" and tokens <= 32:
+            plans += [Plan(GROUPED, Tiling(each, 0, 0, 4, 4, 2)) for each in (32, 64, 128)]
+            plans += [Plan(GROUPED, Tiling(64, 0, 0, 4, 3, 2)), Plan(GROUPED, Tiling(128, 0, 0, 8, 3, 2))]
         if kind == "int4" and tokens > 32 and on_hopper():
             plans += [Plan(HOPPER)] if tokens <= 128 or tokens > 256 else [Plan(HOPPER), Plan(HOPPER_WIDE)]
     return list(dict.fromkeys(plans))

@@ -41,13 +41,14 @@ def _penalize(logits, rows, places, factors, counts, prompts, vocab, stride, CHU
 
 
 @triton.jit
-def _allow(logits, rows, bits, vocab, words, stride, CHUNK: tl.constexpr, PDL: tl.constexpr):
-    """bits int32 [rows, words]: a token without its bit, or after the last word, becomes impossible."""
+def _allow(logits, rows, places, bits, vocab, words, stride, CHUNK: tl.constexpr, PDL: tl.constexpr):
+    """bits int32 [places, words]: a token without its bit, or after the last word, becomes impossible."""
     dependent_launch(PDL)
     number = tl.program_id(0)
     row = tl.load(rows + number)
+    place = tl.load(places + number)
     tokens = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
-    word = tl.load(bits + number.to(tl.int64) * words + tokens // 32, mask=tokens // 32 < words, other=0)
+    word = tl.load(bits + place.to(tl.int64) * words + tokens // 32, mask=tokens // 32 < words, other=0)
     banned = ((word >> (tokens % 32)) & 1) == 0
     at = logits + row.to(tl.int64) * stride + tokens
     tl.store(at, tl.full([CHUNK], float("-inf"), dtype=tl.float32), mask=(tokens < vocab) & banned)
@@ -92,10 +93,10 @@ def penalize(
     )  # fmt: skip
 
 
-def allow(logits: Tensor, rows: Tensor, bits: Tensor) -> None:
-    """In place: rows of logits float32 [R, vocab]; rows int32 [N], bits int32 [N, words]."""
+def allow(logits: Tensor, rows: Tensor, places: Tensor, bits: Tensor) -> None:
+    """In place: rows of logits float32 [R, vocab]; rows, places int32 [N], bits int32 [places, words]."""
     vocab = logits.shape[1]
     _allow[(rows.numel(), triton.cdiv(vocab, _chunk(vocab)))](
-        logits, rows, bits, vocab, bits.shape[1], logits.stride(0),
+        logits, rows, places, bits, vocab, bits.shape[1], logits.stride(0),
         CHUNK=_chunk(vocab), PDL=uses_pdl(logits.device), **options(logits.device, 8, 1),
     )  # fmt: skip

@@ -13,7 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tokenmill.grammar.vocabulary import Bits
 from tokenmill.kernels import triton as gpu
+from tokenmill.runtime.executors.cuda.mask_table import MaskTable
 from tokenmill.runtime.sampling.features.base import Edits
 from tokenmill.types import Request
 
@@ -25,6 +27,7 @@ class LogitEdits:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._counts: TokenCounts | None = None
+        self._masks: MaskTable | None = None
 
     def apply(self, logits: Tensor, edits: Edits) -> None:
         """Change logits float32 [R, vocab] in place. Does not wait for the device."""
@@ -40,11 +43,7 @@ class LogitEdits:
             rows, tokens = self._send(np.array(banned, dtype=np.int64).T)
             logits.index_put_((rows, tokens), torch.full((), _NEVER, device=self._device))
         if edits.allowed:
-            words = max(bits.size for bits in edits.allowed.values())
-            table = np.zeros((len(edits.allowed), words), dtype=np.int32)
-            for number, bits in enumerate(edits.allowed.values()):
-                table[number, : bits.size] = bits
-            gpu.allow(logits, self._send(np.array(list(edits.allowed), dtype=np.int32)), self._send(table))
+            self._allow(logits, edits.allowed)
         if edits.typical:
             _keep_typical(logits, edits.typical)
 
@@ -61,6 +60,27 @@ class LogitEdits:
         factors_there = self._send(np.array(factors, dtype=np.float32))
         gpu.penalize(logits, numbers[0], numbers[1], factors_there, counts.outputs, counts.prompts)
         counts.end_step()
+
+    def _allow(self, logits: Tensor, allowed: dict[int, Bits]) -> None:
+        """Masks that come again are on the device already, the others are sent."""
+        kept = {row: bits for row, bits in allowed.items() if not bits.flags.writeable}
+        places: dict[int, int] = {}
+        if kept:
+            if self._masks is None:
+                self._masks = MaskTable(self._device, next(iter(kept.values())).size, self._send)
+            places = self._masks.places(kept)
+            self._allow_places(logits, places, self._masks.bits)
+        sent = {row: bits for row, bits in allowed.items() if row not in places}
+        if sent:
+            table = np.zeros((len(sent), max(bits.size for bits in sent.values())), dtype=np.int32)
+            for number, bits in enumerate(sent.values()):
+                table[number, : bits.size] = bits
+            self._allow_places(logits, dict(zip(sent, range(len(sent)), strict=True)), self._send(table))
+
+    def _allow_places(self, logits: Tensor, places: dict[int, int], bits: Tensor) -> None:
+        if places:
+            numbers = self._send(np.array([list(places), list(places.values())], dtype=np.int32))
+            gpu.allow(logits, numbers[0], numbers[1], bits)
 
     def _send(self, values: np.ndarray) -> Tensor:
         return send(np.ascontiguousarray(values), self._device)

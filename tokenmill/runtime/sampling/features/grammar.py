@@ -9,7 +9,7 @@ ends the request.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -49,8 +49,10 @@ class Grammar(LogitFeature):
     def progress(self, request: Request, drafted: Sequence[int] = ()) -> GrammarProgress:
         """How far its output is in the grammar, with `drafted` tokens after it."""
         assert request.grammar is not None, "a structured request reached the sampler without its grammar"
-        output = request.output_ids
         progress = self._progress.get(request)
+        if progress is not None and progress.is_at(len(request.token_ids) - len(request.prompt_ids), drafted):
+            return progress
+        output = request.output_ids
         if progress is None or not progress.follow(output, drafted):
             self._num_followed += 1
             lane = self._num_followed % request.grammar.num_lanes
@@ -59,14 +61,20 @@ class Grammar(LogitFeature):
         return progress
 
     def prepare(self, requests: Sequence[Request], drafted: Sequence[Sequence[int]]) -> None:
-        """Compute the masks of all rows, a lane of a grammar in each thread: the library lets others run meanwhile."""
+        """Compute the masks of all rows that lack one, a lane of a grammar in each thread: the library lets others run
+        meanwhile."""
         rows = [pair for pair in zip(requests, drafted, strict=True) if self.active(pair[0].params)]
         seconds = sum(request.grammar.mask_seconds for request, _ in rows if request.grammar is not None)
         if _THREADS < 2 or seconds < _MIN_SHARED_SECONDS or len({id(request) for request, _ in rows}) < len(rows):
             return  # `plan` does it
         lanes: dict[CompiledGrammar, dict[int, list[Request]]] = {}
+        computed: set[Hashable] = {None}
         for request, tokens in rows:
             progress = self.progress(request, tokens)
+            lacking = progress.lacks()
+            if lacking in computed:
+                continue
+            computed.add(lacking)
             lanes.setdefault(progress.grammar, {}).setdefault(progress.lane, []).append(request)
         if not any(tokens for _, tokens in rows):  # which `_balance` would forget
             for grammar, by_lane in lanes.items():
@@ -111,7 +119,7 @@ class Grammar(LogitFeature):
     def plan(self, edits: Edits, row: int, request: Request, drafted: Sequence[int]) -> bool:
         progress = self.progress(request, drafted)
         bits = progress.mask()
-        if bits is None or not bits.any():
+        if bits is None:
             _log.warning("request %s ends: %s", request.request_id, progress.problem())
             bits = np.zeros(1, dtype=np.int32)
         else:
