@@ -1,7 +1,8 @@
 """What each KV store costs in quality: perplexity and divergence from the same model with float32 pages, same tokens.
 
     python benchmarks/kv_quality.py smollm2 --text TEXT.txt [--context 512,4096] [--tokens 20000] [--dtypes int8,int4]
-                               [--device cuda] [--native-layers N] [--conditioning full|centers|none] [--json FILE]
+                               [--device cuda] [--native-layers N] [--conditioning full|centers|none] [--threads N]
+                               [--calibration TEXT] [--json FILE]
 
 `--device cuda`: the reference has pages of the model's own type there, and all stores with GPU kernels are measured.
 `limit` is what docs/kv_cache.md promises of the ratio, and whether it held. `--conditioning centers`: keys on a
@@ -138,7 +139,10 @@ def run(arguments: argparse.Namespace) -> list[Row]:
 
         windows = windows_of(load_tokenizer(path))
         config = EngineConfig(
-            kernels=arguments.kernels, kv_native_layers=arguments.native_layers, device=arguments.device
+            kernels=arguments.kernels,
+            kv_native_layers=arguments.native_layers,
+            device=arguments.device,
+            threads=arguments.threads,
         )
         on_gpu = arguments.device == "cuda"
         native = scoring_config(replace(config, kv_cache_dtype=None if on_gpu else NATIVE), context)
@@ -149,7 +153,9 @@ def run(arguments: argparse.Namespace) -> list[Row]:
         print("|" + "---|" * (COLUMNS.count("|") - 1), flush=True)
         every = [name for name in KV_STORES if not on_gpu or KV_STORES.get(name).on_gpu]
         for dtype in arguments.dtypes.split(",") if arguments.dtypes else every:
-            rows.append(measure(path, replace(native, kv_cache_dtype=dtype), reference, windows))
+            own_text = arguments.calibration if dtype.startswith("kvquant") else ""
+            candidate = replace(native, kv_cache_dtype=dtype, kv_calibration=own_text)
+            rows.append(measure(path, candidate, reference, windows))
             print(rows[-1].markdown(), flush=True)
         reference.close()
     return rows
@@ -165,6 +171,10 @@ def main() -> None:
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--conditioning", default="full", choices=("full", "centers", "none"), help="of keys, on a CPU")
     parser.add_argument("--native-layers", type=int, help="at each end; default: as the dtype says")
+    parser.add_argument("--threads", type=int, help="default: one per physical core")
+    parser.add_argument(
+        "--calibration", default="", help="a text for stores with measured codes; empty: the built-in one"
+    )
     parser.add_argument("--kernels", default="", help="ref: float32 activations; empty: the default kernels")
     parser.add_argument("--no-cache", action="store_true", help="run the reference beside each candidate")
     parser.add_argument("--json", type=Path, help="also write the rows here")

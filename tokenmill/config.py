@@ -103,6 +103,12 @@ class EngineConfig:
         metavar="LAYERS",
         low=0,
     )
+    kv_calibration: str = option(
+        "",
+        "Text file that KV dtypes with measured codes (kvquant3) are calibrated on when the engine starts: some 2,000 "
+        "tokens of its beginning. Empty: a built-in text.",
+        metavar="FILE",
+    )
     itl: float = option(
         0.0,
         "Objective for the time between two tokens of a request, such as 40ms: prompts are computed in chunks that "

@@ -29,6 +29,8 @@ _LOSSY = {
     "int4_per_token_head": "4",
     "kivi4": "4",
     "kivi2": "2",
+    "kvquant_k3v4": "3",
+    "kvquant3": "3",
     "turboquant4": "4",
     "turboquant3": "3",
     "turboquant2": "2",

@@ -17,7 +17,7 @@ from tokenmill.model.kvstore import KV_STORES
 _PROMPT = (
     "Once upon a time, there was a little girl named Lily. She loved to play outside in the park with her dog. One day"
 )
-_BY_TORCH = {"kivi4", "kivi2", "turboquant4_prod", "turboquant3_prod", "turboquant2_prod"}
+_BY_TORCH = {"kivi4", "kivi2", "kvquant_k3v4", "kvquant3", "turboquant4_prod", "turboquant3_prod", "turboquant2_prod"}
 _STORES = [name for name in KV_STORES if name != "fp8_e4m3"]  # a second name
 
 

@@ -29,7 +29,7 @@ def _ask(model: Path, prompt: list[int] = _PROMPT, **options: Any) -> tuple[Requ
         return output, output.outputs[0].token_ids
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "kvquant3"])
 def test_a_second_start_reads_the_prefix_from_disk(
     model_path: Callable[[str], Path], tmp_path: Path, dtype: str
 ) -> None:

@@ -65,3 +65,18 @@ def test_keys_are_measured_on_the_device_as_by_the_spec(tmp_path: Path, name: st
         for field in ("center", "scale", "query_moment"):
             mine, theirs = getattr(conditioning, field), getattr(wanted[layer], field)
             assert float((mine - theirs).norm() / theirs.norm()) < 0.03  # bf16 activations
+
+
+@pytest.mark.skipif(not ON_GPU, reason="calibration computes 2,048 tokens: too many for the interpreter")
+@pytest.mark.usefixtures("same_weights")
+def test_calibrated_pages_are_read_by_torch(tmp_path: Path) -> None:
+    folder = config(tmp_path, "llama")
+    (prompt,) = prompts(1, 9)
+    with engine(folder, "cuda_eager", kv_cache_dtype="kvquant_k3v4") as llm:
+        store = llm.parts.runtime.store
+        found = store.meaning()
+        (answer,) = greedy(llm, [prompt], 2)
+        assert store.gpu_declines(0) is not None
+    assert found != type(store)(store.layout, 1, store.device).meaning()
+    with spec(folder) as reference:
+        assert worst_choice(reference, prompt, answer) < 0.6

@@ -18,13 +18,13 @@ from tokenmill.engine.llm import LLM
 from tokenmill.errors import UserError
 from tokenmill.optimize.artefacts import require_time
 from tokenmill.optimize.contender_messages import BuildWeights, Built, TrainDrafter
-from tokenmill.quantize.default_text import default_text
 from tokenmill.quantize.finish import GateRequest
 from tokenmill.quantize.forecast import operations_per_second
 from tokenmill.quantize.gguf_job import GGUFJob, run_gguf_job
 from tokenmill.quantize.job import PreparedJob, QuantizeJob, prepare, run_job
 from tokenmill.quantize.recipe import RecipeRequest
 from tokenmill.quantize.workspace import Workspace
+from tokenmill.runtime.observation.default_text import default_text
 from tokenmill.runtime.speculation.training import TrainingPlan
 from tokenmill.types import SamplingParams
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from tokenmill.checkpoint.chat_template import ChatTemplate
 from tokenmill.checkpoint.tokenizer import Tokenizer
 from tokenmill.errors import UserError
-from tokenmill.quantize.default_text import default_text
+from tokenmill.runtime.observation.default_text import default_text
 
 DEFAULT_ORIGIN = "built-in text"
 _MAX_BYTES = 64 << 20

@@ -7,6 +7,7 @@ scheduling.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tokenmill.checkpoint.base import Checkpoint
@@ -127,6 +128,8 @@ def _suits_halves(checkpoint: Checkpoint, config: EngineConfig, device: Device) 
 def build_runtime(checkpoint: Checkpoint, config: ResolvedConfig, device: Device, seat: Seat | None = None) -> Runtime:
     """`seat`: of one rank among several; every one of them calls this. On HOST nothing imports torch, unless the model
     or an option needs it."""
+    if config.kv_calibration and not Path(config.kv_calibration).is_file():
+        raise UserError(f"cannot read '{config.kv_calibration}'", "give a text file with --kv-calibration")
     try:
         if on_host(device):
             reason = "ranks compute with it" if seat is not None else needs_torch(config)
@@ -200,11 +203,7 @@ def _build(checkpoint: Checkpoint, config: ResolvedConfig, device: Device, seat:
         budget = replace(budget, num_pages=pages, num_state_slots=slots)
     store = choice.build(layout, budget.num_pages, device, config.kernels, config.concurrency)
     store.hold_states(budget.num_state_slots, budget.num_spare_states)
-    load_kv_scales(store, checkpoint)
-    if store.conditions_keys and not (on_gpu and seat is not None):  # ranks would have to measure together
-        from tokenmill.runtime.observation.key_conditioning import condition_keys
-
-        condition_keys(store, model, config, context)
+    _settle_codes(store, model, config, checkpoint, seat)
     if seat is not None:
         from tokenmill.runtime.ranks.choice import rank_executor
         from tokenmill.runtime.ranks.runner import RankedRunner
@@ -225,6 +224,27 @@ def _build(checkpoint: Checkpoint, config: ResolvedConfig, device: Device, seat:
     speculator = build_speculator(Target(model, store, executor, config))
     runner = ModelRunner(executor, store, speculator)
     return Runtime(runner, model, store, layout, budget, executor, declined, choice.edge_layers)
+
+
+def _settle_codes(
+    store: KVStore, model: LoadedModel, config: ResolvedConfig, checkpoint: Checkpoint, seat: Seat | None
+) -> None:
+    """What the store takes from the checkpoint or has to measure before anything is written."""
+    load_kv_scales(store, checkpoint)
+    on_gpu = model.device.type == "cuda"
+    if store.conditions_keys and not (on_gpu and seat is not None):  # ranks would have to measure together
+        from tokenmill.runtime.observation.key_conditioning import condition_keys
+
+        condition_keys(store, model, config, config.context)
+    if config.kv_calibration and not store.calibrates:
+        raise UserError(
+            f"--kv-calibration is given, but KV pages of type {store.name} are not calibrated",
+            "leave it out, or use --kv-cache-dtype kvquant3",
+        )
+    if store.calibrates:
+        from tokenmill.runtime.observation.head_samples import calibrate_store
+
+        calibrate_store(store, model, config, checkpoint, config.context)
 
 
 def _use_threads(config: ResolvedConfig, device: Device, divided: bool) -> None:

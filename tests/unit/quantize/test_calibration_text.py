@@ -13,7 +13,7 @@ from tokenmill.checkpoint.tokenizer import Tokenizer
 from tokenmill.checkpoint.tokenizer_files import load_chat_template, load_tokenizer
 from tokenmill.errors import UserError
 from tokenmill.quantize.calibration_text import DEFAULT_ORIGIN, read_calibration
-from tokenmill.quantize.default_text import default_text
+from tokenmill.runtime.observation.default_text import default_text
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,7 @@ from tokenmill.model.kvstore.int4 import HiddenZeroRows
 from tokenmill.model.layers.rotary import build_rotary_table
 from tokenmill.model.loader import load_model
 from tokenmill.resolution import resolve
-from tokenmill.runtime.observation.key_conditioning import _over_positions, _query_moment, find_conditioning
+from tokenmill.runtime.observation.key_conditioning import _over_positions, find_conditioning, query_moment
 
 CPU = torch.device("cpu")
 
@@ -54,7 +54,7 @@ def test_moments_are_those_of_rotated_vectors(interleaved: bool) -> None:
     everywhere = torch.stack([rotated(each) for token in queries for each in token.transpose(0, 1)]).double()
     expected = torch.einsum("nphi,nphj->hij", everywhere, everywhere) / (15 * len(positions))
     expected[:, :8, 8:] = expected[:, 8:, :8] = 0
-    torch.testing.assert_close(_query_moment(queries, table), expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(query_moment(queries, table), expected, rtol=1e-4, atol=1e-4)
     assert torch.equal(_over_positions(mean, None), mean)
 
 

@@ -22,6 +22,8 @@ KV_STORES = Registry(
         "int4_per_token_head": f"{_HERE}.int4:Int4PerTokenHeadStore",
         "kivi4": f"{_HERE}.kivi:Kivi4Store",
         "kivi2": f"{_HERE}.kivi:Kivi2Store",
+        "kvquant_k3v4": f"{_HERE}.kvquant:KVQuantK3V4Store",
+        "kvquant3": f"{_HERE}.kvquant:KVQuant3Store",
         "turboquant4": f"{_HERE}.turboquant:TurboQuant4Store",
         "turboquant3": f"{_HERE}.turboquant:TurboQuant3Store",
         "turboquant2": f"{_HERE}.turboquant:TurboQuant2Store",

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from tokenmill.kernels.packed_pages import PackedPages
     from tokenmill.model.kvstore import transfer
     from tokenmill.model.kvstore.conditioning import KeyConditioning
+    from tokenmill.model.kvstore.head_sample import HeadSample
 
 
 class KVStore(ABC):
@@ -89,6 +90,15 @@ class KVStore(ABC):
 
     def condition_keys(self, slot: int, conditioning: KeyConditioning) -> None:
         """Set how the keys of a layer slot are conditioned before rounding; before anything is written to it."""
+        raise NotImplementedError(self.name)
+
+    @property
+    def calibrates(self) -> bool:
+        """Whether `calibrate` would make the codes better."""
+        return False
+
+    def calibrate(self, group: int, slot: int, sample: HeadSample) -> None:
+        """Settle the codes of the layer at this place; before anything is written."""
         raise NotImplementedError(self.name)
 
     @abstractmethod

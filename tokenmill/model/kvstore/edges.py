@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from tokenmill.kernels.packed_pages import PackedPages
     from tokenmill.model.kvstore.conditioning import KeyConditioning
+    from tokenmill.model.kvstore.head_sample import HeadSample
 
 
 def native_slots(layout: KVLayout, edge_layers: int) -> tuple[int, ...]:
@@ -65,6 +66,15 @@ class EdgeStore(KVStore):
         store, at = self._slots[slot]
         if store.conditions_keys:
             store.condition_keys(at, conditioning)
+
+    @property
+    def calibrates(self) -> bool:
+        return self._stores[1].calibrates
+
+    def calibrate(self, group: int, slot: int, sample: HeadSample) -> None:
+        store, at = self._slots[slot]
+        if store.calibrates:
+            store.calibrate(group, at, sample)
 
     def write(self, slot: int, token_slots: Tensor, k: Tensor, v: Tensor) -> None:
         store, at = self._slots[slot]

@@ -1,8 +1,9 @@
-"""The measuring step of key_conditioning.py by the ops of the GPU executors: the model as it will run."""
+"""The measuring step of key_conditioning.py and head_samples.py by the ops of the GPU executors: the model as it will
+run.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
@@ -14,9 +15,8 @@ from tokenmill.model.layers.rotary import RotaryTable
 from tokenmill.model.loader import LoadedModel
 from tokenmill.runtime.executors.cuda.ops import CudaOps
 from tokenmill.runtime.executors.cuda.values import Columns, tensor
+from tokenmill.runtime.observation.heads import Add
 from tokenmill.types import Batch
-
-Add = Callable[[AttentionSpec, Tensor, Tensor, tuple[RotaryTable | None, RotaryTable | None]], None]
 
 
 def measure_on_device(model: LoadedModel, store: KVStore, batch: Batch, add: Add) -> None:
@@ -25,7 +25,7 @@ def measure_on_device(model: LoadedModel, store: KVStore, batch: Batch, add: Add
 
 
 class _MeasuringOps(CudaOps):
-    """Ops that measure queries and keys on their way to attention."""
+    """Ops that measure queries, keys and values on their way to attention."""
 
     def __init__(self, store: KVStore, table: Tensor, batch: Batch, add: Add) -> None:
         super().__init__(store, table, batch)
@@ -33,7 +33,8 @@ class _MeasuringOps(CudaOps):
 
     def attention(self, q: Any, k: Any, v: Any, spec: AttentionSpec) -> Tensor:
         (queries, q_table), (keys, k_table) = (_unrotated(each, spec.head_dim) for each in (q, k))
-        self._add(spec, queries, keys, (q_table, k_table))
+        values = tensor(v.plain if isinstance(v, Columns) else v).float()
+        self._add(spec, queries, keys, values.reshape(len(values), spec.num_kv_heads, -1), (q_table, k_table))
         return super().attention(q, k, v, spec)
 
 

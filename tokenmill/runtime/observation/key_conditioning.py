@@ -25,12 +25,13 @@ from tokenmill.model.kvstore.conditioning import KeyConditioning
 from tokenmill.model.layers.rotary import RotaryTable
 from tokenmill.model.loader import LoadedModel
 from tokenmill.runtime.executors.eager import EagerExecutor, EagerOps
+from tokenmill.runtime.observation.heads import Add
 from tokenmill.types import Batch
 
 _log = get_logger(__name__)
 _TOKENS = 128
-_POSITIONS = 4096  # averaged over, independent of the context length, so that servers can exchange pages
-_STRIDE = 8  # every 8th of these positions is used
+# Positions averaged over, independent of the context length, so that servers can exchange pages
+_EVERYWHERE = torch.arange(0, 4096, 8)
 _FIRST_TOKEN = 0.25  # weight of the first key: it gets at least about this share of attention
 # Rounding with feedback would call for E[k^2]^(-1/2); half that exponent, because the measured tokens are not the real
 # ones.
@@ -66,7 +67,7 @@ def find_conditioning(model: LoadedModel, config: ResolvedConfig, context: int) 
 
         measure_on_device(model, store, batch, found.add)
     else:
-        model.decoder.forward(_MeasuringOps(EagerExecutor(model, store, config), batch, found))
+        model.decoder.forward(MeasuringOps(EagerExecutor(model, store, config), batch, found.add))
     return found.conditioning
 
 
@@ -74,7 +75,7 @@ def _batch(model: LoadedModel, count: int, groups: int) -> Batch:
     """One sequence of fixed tokens, with a page of its own in every group."""
     device = model.device
     return Batch(
-        token_ids=_tokens(model.decoder.description.vocab_size, count).to(device),
+        token_ids=pseudo_random_tokens(model.decoder.description.vocab_size, count).to(device),
         positions=torch.arange(count, device=device),
         query_starts=torch.tensor([0, count], dtype=torch.int32, device=device),
         seq_lens=torch.tensor([count], dtype=torch.int32, device=device),
@@ -87,7 +88,7 @@ def _batch(model: LoadedModel, count: int, groups: int) -> Batch:
     )
 
 
-def _tokens(vocabulary: int, count: int) -> Tensor:
+def pseudo_random_tokens(vocabulary: int, count: int) -> Tensor:
     """Fixed ids, spread over the vocabulary: 16 signs of a hash make a number each."""
     bits = (random_signs(16 * count, seed=0) > 0).view(count, 16).long()
     return (bits << torch.arange(16)).sum(-1) * vocabulary // (1 << 16)
@@ -98,14 +99,18 @@ class _Measurements:
         self.conditioning: dict[int, KeyConditioning] = {}
 
     def add(
-        self, spec: AttentionSpec, queries: Tensor, keys: Tensor, tables: tuple[RotaryTable | None, RotaryTable | None]
+        self,
+        spec: AttentionSpec,
+        queries: Tensor,
+        keys: Tensor,
+        _values: Tensor,
+        tables: tuple[RotaryTable | None, RotaryTable | None],
     ) -> None:
-        """Of a layer: heads before rotary positions, float32 [T, heads, head_dim], and their tables. Layers with capped
-        scores or sinks are left out."""
+        """Layers with capped scores or sinks are left out."""
         if spec.softcap or spec.sinks is not None:
             return
         (queries, _), (keys, table) = (
-            _at_first_position(each, on_host) for each, on_host in zip((queries, keys), tables, strict=True)
+            at_first_position(each, on_host) for each, on_host in zip((queries, keys), tables, strict=True)
         )
         first, rest = keys[0], keys[1:]
         mean = _over_positions(rest.mean(0), table)
@@ -113,11 +118,11 @@ class _Measurements:
         # E[(k - center)^2] over the remaining tokens: rotation does not change the energy of a pair.
         rest_spread = rest.square().mean(0) - 2 * mean * center + center.square()
         spread = _pair_energy((first - center).square().lerp(rest_spread, 1 - _FIRST_TOKEN), table)
-        moment = _query_moment(queries[1:].unflatten(1, (spec.num_kv_heads, -1)), table)
+        moment = query_moment(queries[1:].unflatten(1, (spec.num_kv_heads, -1)), table)
         self.conditioning[spec.layer] = KeyConditioning(center, _scale(spread), moment)
 
 
-def _at_first_position(heads: Tensor, table: RotaryTable | None) -> tuple[Tensor, RotaryTable | None]:
+def at_first_position(heads: Tensor, table: RotaryTable | None) -> tuple[Tensor, RotaryTable | None]:
     """On the host, as at position 0, where a rotary table may still scale."""
     heads = heads.cpu()
     if table is None:
@@ -127,12 +132,12 @@ def _at_first_position(heads: Tensor, table: RotaryTable | None) -> tuple[Tensor
     return torch.cat((heads[..., : 2 * half] * table.cos[0, 0], heads[..., 2 * half :]), -1), table
 
 
-class _MeasuringOps(EagerOps):
-    """Ops that measure queries and keys on their way to attention."""
+class MeasuringOps(EagerOps):
+    """Ops that measure queries, keys and values on their way to attention."""
 
-    def __init__(self, executor: EagerExecutor, batch: Batch, found: _Measurements) -> None:
+    def __init__(self, executor: EagerExecutor, batch: Batch, add: Add) -> None:
         super().__init__(executor, batch)
-        self._found = found
+        self._add = add
         self._unrotated: list[tuple[Tensor, Tensor, RotaryTable]] = []  # of this layer: output and input of rope, table
 
     def rope(self, x: Tensor, table: RotaryTable, head_dim: int) -> Tensor:
@@ -142,7 +147,7 @@ class _MeasuringOps(EagerOps):
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
         (queries, q_table), (keys, k_table) = (self._before_rotation(each, spec.head_dim) for each in (q, k))
-        self._found.add(spec, queries, keys, (q_table, k_table))
+        self._add(spec, queries, keys, v.view(v.shape[0], spec.num_kv_heads, -1), (q_table, k_table))
         self._unrotated.clear()
         return super().attention(q, k, v, spec)
 
@@ -162,14 +167,15 @@ def _over_positions(mean: Tensor, table: RotaryTable | None) -> Tensor:
     return torch.cat((_real(rotated, table).float(), mean[:, 2 * table.cos.shape[1] :]), 1)
 
 
-def _query_moment(queries: Tensor, table: RotaryTable | None) -> Tensor:
-    """E[q q^T] float64 [kv_heads, head_dim, head_dim] of queries [T, kv_heads, group, head_dim] at every position."""
+def query_moment(queries: Tensor, table: RotaryTable | None, positions: Tensor = _EVERYWHERE) -> Tensor:
+    """E[q q^T] float64 [kv_heads, head_dim, head_dim] of queries [T, kv_heads, group, head_dim] at all of these
+    positions, which need not be whole numbers."""
     rows = queries.double().transpose(0, 1).flatten(1, 2)  # [kv_heads, T * group, head_dim]
     moment = rows.transpose(1, 2) @ rows / rows.shape[1]
     if table is None:
         return moment
     # With z = a + ib for a pair: E[z z^H] and E[z z^T] turn by the difference and by the sum of two angles.
-    z, phases = _complex(rows, table), _phases(table)
+    z, phases = _complex(rows, table), _phases(table, positions)
     half = z.shape[-1]
     outer = z.transpose(1, 2) @ z.conj() / z.shape[1] * (phases.T @ phases.conj() / len(phases))
     plain = z.transpose(1, 2) @ z / z.shape[1] * (phases.T @ phases / len(phases))
@@ -183,12 +189,12 @@ def _query_moment(queries: Tensor, table: RotaryTable | None) -> Tensor:
     return moment
 
 
-def _phases(table: RotaryTable) -> Tensor:
+def _phases(table: RotaryTable, positions: Tensor = _EVERYWHERE) -> Tensor:
     """complex128 [positions, pairs]: the rotation of each pair at each position."""
     if table.cos.shape[0] < 2:
         return torch.ones(1, table.cos.shape[1], dtype=torch.complex128)
     step = torch.complex(table.cos[1].double(), table.sin[1].double()).angle()
-    angles = torch.outer(torch.arange(0, _POSITIONS, _STRIDE, dtype=torch.float64), step)
+    angles = torch.outer(positions.double(), step)
     return torch.polar(torch.ones_like(angles), angles)
 
 

@@ -15,6 +15,7 @@ CPU = torch.device("cpu")
 SMOLLM2 = [LayerKV("full", 3, 64)] * 30
 QWEN = [LayerKV("full", 2, 128)] * 28
 
+PAGE_BYTES = {"kvquant_k3v4": 4, "kvquant3": 4}  # of a page of all layers, beside its rows
 # Bytes of one token's key and value of one KV head, for heads of 64 and of 128 values.
 BY_HAND = {
     "float32": (2 * 64 * 4, 2 * 128 * 4),
@@ -31,6 +32,9 @@ BY_HAND = {
     # step and least value, two bytes each: of a channel for 32 tokens (keys), of 32 channels (values)
     "kivi4": (32 + 64 * 4 // 32 + 32 + 2 * 4, 64 + 128 * 4 // 32 + 64 + 4 * 4),
     "kivi2": (16 + 64 * 4 // 32 + 16 + 2 * 4, 32 + 128 * 4 // 32 + 32 + 4 * 4),
+    # a byte for the gain of each
+    "kvquant_k3v4": (24 + 1 + 32 + 1, 48 + 1 + 64 + 1),
+    "kvquant3": (2 * (24 + 1), 2 * (48 + 1)),
     "turboquant4": (2 * (32 + 2), 2 * (64 + 2)),
     "turboquant3": (2 * (24 + 2), 2 * (48 + 2)),
     "turboquant2": (2 * (16 + 2), 2 * (32 + 2)),
@@ -53,7 +57,8 @@ def test_bytes_per_token(name: str) -> None:
     for layers, expected in ((SMOLLM2, BY_HAND[name][0] * 3 * 30), (QWEN, BY_HAND[name][1] * 2 * 28)):
         layout = layout_for(name, layers)
         choice = choose_store(name, 0, layers, CPU)
-        assert kv_bytes_per_token(layout, choice.page_bytes(layout)) == expected
+        more = PAGE_BYTES.get(name, 0) / layout.page_size
+        assert kv_bytes_per_token(layout, choice.page_bytes(layout)) == expected + more
 
 
 def test_native_layers_count_their_own_bytes() -> None:

@@ -2,7 +2,7 @@
 more documents as asked for, composed from word lists by a seeded generator.
 
 Enough to calibrate on a machine without data; text like the model's real traffic calibrates better, and the card says
-which was used. Knows nothing of tokens. Used by calibration_text.py and the gate.
+which was used. Knows nothing of tokens. Used by the quantizer, its gate, and the calibration of KV pages.
 """
 
 from __future__ import annotations
