@@ -61,11 +61,15 @@ OURS = (
     "gptq+scales",
     "gptq+mended",
     "gptq+fisher",
+    "spinquant",
+    "spinquant+drawn",
 )
+_METHODS = {"spinquant": "spinquant+gptq"}  # a row's name -> what --method is, where it is another
 _DRAWN = 128
 _FROM_GPTQ = ["--option", "start=gptq", "--option", "tokens=256"]
 _TUNING = {
     "scales": ["--tune-scales", "50"],
+    "drawn": ["--calibration-drawn", str(_DRAWN), "--tune-scales", "50"],
     "mended": ["--option", "metric=fisher"],
     "fisher": ["--option", "metric=fisher", "--calibration-drawn", str(_DRAWN), "--tune-scales", "80"],
     "short": [*_FROM_GPTQ, "--option", "iterations=50"],
@@ -195,7 +199,8 @@ class Harness:
     def _ours(self, method: str, bits: int, out: Path) -> list[str]:
         a = self._arguments
         name, _, tuned = method.partition("+")
-        command = [sys.executable, "-m", "tokenmill", "quantize", str(self._model), "--out", out, "--method", name]
+        command = [sys.executable, "-m", "tokenmill", "quantize", str(self._model), "--out", out]
+        command += ["--method", _METHODS.get(name, name)]
         command += ["--bits", bits, "--group-size", a.groups, "--asymmetric" if a.asymmetric else "--symmetric"]
         command += ["--calibration", a.calibration, "--calibration-samples", a.samples]
         command += ["--calibration-length", a.length, "--no-gate", "--device", a.device]

@@ -34,6 +34,18 @@ class Statistics:
     sample: Tensor | None = None  # float32 [n, in]: up to SAMPLE_ROWS of the rows, evenly spaced
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Drift:
+    """Of an input: x in the float model, y now. float32 [in, in], means over tokens; of all, and of every second
+    sequence alone, so that the others can tell what of it is chance."""
+
+    square: Tensor  # y y^T
+    cross: Tensor  # x y^T
+    half_square: Tensor
+    half_cross: Tensor
+    half: float  # share of the tokens
+
+
 @dataclass(frozen=True, slots=True)
 class LinearGroup:
     """Linears that read the same input, in the order of the forward pass, and what could absorb a scale of that input.
@@ -82,6 +94,11 @@ class BlockView(Protocol):
     def targets(self) -> Sequence[Tensor] | None:
         """What the block puts out for the same sequences in the float model, none of whose blocks is rounded; only in
         jobs with a step that needs it."""
+        ...
+
+    def statistics_beside_float(self, group: LinearGroup) -> tuple[Statistics, Drift | None]:
+        """As `statistics` of the hessian, and how its input has drifted from the float model's; None for experts, which
+        see other tokens there, and in jobs without a step that needs it. Before `targets`."""
         ...
 
     def forward(self, inputs: Tensor, weights: Mapping[str, Tensor]) -> Tensor:

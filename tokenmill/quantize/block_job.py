@@ -56,10 +56,11 @@ def quantize_block(block: CalibratedBlock, recipe: Recipe) -> QuantizedBlock:
     with torch.enable_grad():  # methods that learn disable it themselves where they do not need it
         for transform in recipe.transforms if ordered else ():
             transform.apply(block, ordered)
-        block.advance_float()
+        block.begin_rounding()
         if ordered:
             block.watch_errors()
             matrices = recipe.solver.solve(block, ordered)
+        block.advance_float()
     assert set(matrices) == set(ordered), sorted(set(ordered) ^ set(matrices))
     for name, matrix in matrices.items():
         if not bool(torch.isfinite(matrix.scales).all()):

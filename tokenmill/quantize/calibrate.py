@@ -13,7 +13,7 @@ from typing import overload
 import torch
 from torch import Tensor
 
-from tokenmill.quantize.base import SAMPLE_ROWS, LinearGroup, Statistics
+from tokenmill.quantize.base import SAMPLE_ROWS, Drift, LinearGroup, Statistics
 from tokenmill.quantize.calibration_ops import CalibrationOps, ReachedInput
 from tokenmill.quantize.source import SourceModel
 
@@ -79,6 +79,9 @@ class CalibratedBlock:
         """`float_states`: the inputs of this block in the model of which nothing is rounded."""
         self.index = index
         self._float_states = float_states
+        self._float_tensors: dict[
+            str, Tensor
+        ] = {}  # of the block before anything was rounded, until its states moved on
         self.device = device
         self.groups: Sequence[LinearGroup] = source.groups(index)
         self.kept = frozenset(source.kept_names(index))  # matrices that are never quantized
@@ -121,13 +124,60 @@ class CalibratedBlock:
         return SequenceInputs(self._states.values, self.device)
 
     def targets(self) -> SequenceInputs | None:
+        self.advance_float()
         return None if self._float_states is None else SequenceInputs(self._float_states.values, self.device)
+
+    def begin_rounding(self) -> None:
+        """Transforms are done: with these weights the float model's states go on, where they are carried along."""
+        if self._float_states is not None:
+            self._float_tensors = dict(self.tensors)
 
     @torch.no_grad()
     def advance_float(self) -> None:
-        """Move the float model's states past this block: called once transforms are done and nothing is rounded."""
-        if self._float_states is not None:
-            self._float_states.advance(lambda states: self._run(states, self.tensors, {}), self.device)
+        """Move the float model's states past this block, unless they have been."""
+        if self._float_states is not None and self._float_tensors:
+            weights, self._float_tensors = self._float_tensors, {}
+            self._float_states.advance(lambda states: self._run(states, weights, {}), self.device)
+
+    @torch.no_grad()
+    def statistics_beside_float(self, group: LinearGroup) -> tuple[Statistics, Drift | None]:
+        if self._float_states is None:
+            return self.statistics(group, ("hessian",)), None
+        assert self._states is not None
+        assert self._float_tensors, "the float model's states have moved on"
+        first, count, length = group.names[0], *self._states.values.shape[:2]
+        collector = self._collector(first, ("hessian",))
+        cross, half_cross, half_square = torch.zeros(3, *2 * [self.tensors[first].shape[1]], device=self.device)
+        both = zip(self._states.batches(self.device), self._float_states.batches(self.device), strict=True)
+        drifts = count > 1
+        for (cut, states), (_, float_states) in both:
+            rows = self._reaching(first, states, self.tensors)
+            collector.add(rows)
+            if not drifts or len(rows) < len(states):
+                drifts = False
+                continue
+            other = self._reaching(first, float_states, self._float_tensors)
+            drifts = len(other) == len(states)  # not those of an expert: each model sends it other tokens
+            if drifts:
+                cross.addmm_(other.T, rows)
+                even, other_even = (each.unflatten(0, (-1, length))[cut.start % 2 :: 2] for each in (rows, other))
+                half_cross.addmm_(other_even.flatten(0, 1).T, even.flatten(0, 1))
+                add_gram(half_square, even.flatten(0, 1))
+        statistics = collector.finish()
+        if not drifts or statistics.hessian is None:
+            return statistics, None
+        mirror_upper_(half_square)
+        half = (count + 1) // 2 * length
+        for tensor, tokens in ((cross, count * length), (half_cross, half), (half_square, half)):
+            tensor.div_(tokens)
+        return statistics, Drift(statistics.hessian, cross, half_square, half_cross, half / (count * length))
+
+    def _reaching(self, name: str, states: Tensor, weights: Mapping[str, Tensor]) -> Tensor:
+        """float32 [tokens, in]: what a linear reads; fewer tokens where it is an expert's."""
+        rows: list[Tensor] = []
+        self._run(states, weights, {name: rows.append}, stop_at=name)
+        width = self.tensors[name].shape[1]
+        return torch.cat([each.reshape(-1, width).float() for each in rows]) if rows else states.new_empty(0, width)
 
     @torch.no_grad()
     def statistics(self, group: LinearGroup, kinds: Sequence[str]) -> Statistics:

@@ -49,11 +49,13 @@ def forecast_job(
     step = _step_bytes(source, recipe)
     fixed = resident_bytes() + _block_bytes(source) + _edge_bytes(source) + (step if on_host else 0)
     fixed += gram_bytes(source) if recipe.solver.needs_outputs else 0
+    beside = _float_bytes(source) if recipe.needs_targets else 0  # its float weights, until it is rounded
+    fixed += beside if on_host else 0
     samples, length = sequences or (0, 0)
     copies = 2 if recipe.needs_targets else 1
     batch, half, needed = _fit(source, fixed, samples, length, cap, on_host, copies)
     disk = 2 * output_bytes + 2 * copies * _states_bytes(source, samples * length, half)
-    device_bytes = 0 if on_host else _block_bytes(source) + step + batch * _sequence_bytes(source, length)
+    device_bytes = 0 if on_host else _block_bytes(source) + beside + step + batch * _sequence_bytes(source, length)
     seconds = _seconds(source, recipe, samples, length, device)
     return Forecast(needed, device_bytes, seconds, disk, batch, half)
 
@@ -83,10 +85,12 @@ def gate_memory(weight_bytes: int, cap: int) -> int:
     return needed
 
 
-def states_plan(source: SourceModel, samples: int, length: int, cap: int, device: torch.device) -> tuple[int, bool]:
-    """(sequences at a time, float16 states) of a job that only collects statistics."""
-    fixed = resident_bytes() + _block_bytes(source)
-    batch, half, _ = _fit(source, fixed, samples, length, cap, device.type == "cpu")
+def states_plan(
+    source: SourceModel, samples: int, length: int, cap: int, device: torch.device, copies: int = 1
+) -> tuple[int, bool]:
+    """(sequences at a time, float16 states) of a job that only collects statistics. `copies`: see _fit."""
+    fixed = resident_bytes() + _block_bytes(source) + (copies - 1) * _float_bytes(source)
+    batch, half, _ = _fit(source, fixed, samples, length, cap, device.type == "cpu", copies)
     return batch, half
 
 
@@ -155,6 +159,10 @@ def _block_bytes(source: SourceModel) -> int:
     return sum(out * width for out, width in _linear_sizes(source).values()) * (4 + 1 + 1)
 
 
+def _float_bytes(source: SourceModel) -> int:
+    return 4 * sum(out * width for out, width in _linear_sizes(source).values())
+
+
 def _step_bytes(source: SourceModel, recipe: Recipe) -> int:
     """The largest memory of any step on any group of one block."""
     sizes = _linear_sizes(source)
@@ -192,7 +200,8 @@ def _seconds(source: SourceModel, recipe: Recipe, samples: int, length: int, dev
     if recipe.needs_calibration:
         squares = sum(source.shape(group.names[0])[1] ** 2 for group in source.groups(0))
         cubes = sum(source.shape(group.names[0])[1] ** 3 for group in source.groups(0))
-        operations += num_tokens * (2.0 * _PASSES * weights + 1.1 * squares) + 2.0 * cubes
+        both = 2 if recipe.needs_targets else 1  # models that run; of the second one cross moments
+        operations += num_tokens * both * (2.0 * _PASSES * weights + 1.1 * squares) + 2.0 * cubes
     return source.num_blocks * operations / operations_per_second(device)
 
 

@@ -199,7 +199,7 @@ def pack_types(
 ) -> dict[str, Tensor]:
     """The linears of the blocks in their chosen types, with error feedback."""
     samples, length = mix.sequences.shape
-    batch, half = states_plan(mix.source, samples, length, memory, device)
+    batch, half = states_plan(mix.source, samples, length, memory, device, copies=2)  # the float model's beside them
     values = mix.source.embed(mix.sequences)
     states = HiddenStates(values.half() if half else values, batch)
     type_of = {prefix: choice.types[each.slot] for each in mix.matrices for prefix in each.prefixes}

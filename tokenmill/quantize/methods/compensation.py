@@ -1,7 +1,7 @@
 """Where learned rounding starts: weights as GPTQ leaves them just before it rounds them, and the grids it chose.
 
-Rounding those to nearest is GPTQ's result, so that a descent which begins there has to find only what GPTQ's objective
-(each linear's own output) does not see: the rest of the block, and what earlier blocks lost.
+Rounding those to nearest gives GPTQ's codes, so that a descent which begins there has to find only what GPTQ's
+objective (each linear's own output) does not see: the rest of the block, and what earlier blocks lost.
 """
 
 from __future__ import annotations
@@ -14,14 +14,15 @@ from torch import Tensor
 
 from tokenmill.model.formats.quantized import QuantizedMatrix, Scheme
 from tokenmill.quantize.base import BlockView
-from tokenmill.quantize.methods.gptq import column_order, factor_hessian, solve_columns, unstacked
+from tokenmill.quantize.methods.drift import undrifted
+from tokenmill.quantize.methods.gptq import GRID_NORM, column_order, factor_hessian, solve_columns, unstacked
 
 _DAMPING = 0.01
 
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """One matrix: GPTQ's result, and the weights [out, in] that round to it."""
+    """One matrix: GPTQ's result before scales are fitted to it, and the weights [out, in] that round to it."""
 
     matrix: QuantizedMatrix
     weight: Tensor
@@ -35,11 +36,14 @@ def gptq_starts(block: BlockView, scheme_of: Mapping[str, Scheme], full_range: b
         names = [name for name in group.names if name in scheme_of]
         if not names:
             continue
-        hessian = block.statistics(group, ("hessian",)).hessian
+        statistics, drift = block.statistics_beside_float(group)
+        hessian = statistics.hessian
         assert hessian is not None
         for scheme in dict.fromkeys(scheme_of[name] for name in names):
-            same = [name for name in names if scheme_of[name] == scheme]
-            starts |= stacked_starts({name: block.weight(name) for name in same}, hessian, scheme, full_range)
+            same = {name: block.weight(name) for name in names if scheme_of[name] == scheme}
+            if drift is not None:
+                same = undrifted(same, drift)
+            starts |= stacked_starts(same, hessian, scheme, full_range)
         for name in names:
             block.replace(name, starts[name].matrix.dequantize())
     for name, weight in before.items():
@@ -54,7 +58,9 @@ def stacked_starts(
     rows = {name: len(weight) for name, weight in weights.items()}
     order = column_order(hessian.diagonal(), scheme.group_size, "gar")
     factor, _ = factor_hessian(hessian, _DAMPING, order)
-    matrix, moved = solve_columns(torch.cat(list(weights.values())), factor, scheme, order, full_range=full_range)
+    stacked = torch.cat(list(weights.values()))
+    full_range = full_range and scheme.bits < 8  # as gptq
+    matrix, moved = solve_columns(stacked, factor, scheme, order, norm=GRID_NORM, full_range=full_range)
     parts: Sequence[Tensor] = moved.split(list(rows.values()))
     matrices = unstacked(matrix, rows)
     return {name: Start(matrices[name], part) for name, part in zip(rows, parts, strict=True)}

@@ -3,8 +3,8 @@ far as the inputs' correlations allow compensation.
 
 The arithmetic is a recursion over column ranges: solve the left half, update the right half by one matrix product,
 solve the right half. So nearly all work is matrix products, whatever the block size. Matrices that read one input are
-stacked and share one factorization. `metric=fisher` then mends the codes by what their errors cost the model's answers
-(refine.py).
+stacked and share one factorization. What is rounded makes good for what earlier blocks lost (drift.py, unless
+`target=block`). `metric=fisher` then mends codes and scales by what their errors cost the model's answers (refine.py).
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from tokenmill.log import get_logger
 from tokenmill.model.formats.quantized import QuantizedMatrix, Scheme
 from tokenmill.quantize.base import BlockView, ModelView, Solver
 from tokenmill.quantize.fisher import GRAM_PASSES, GRAM_SEQUENCES
-from tokenmill.quantize.methods.refine import refine
+from tokenmill.quantize.methods.drift import undrifted
+from tokenmill.quantize.methods.refine import fit_scales, refine
 from tokenmill.quantize.methods.rtn import check_integer_scheme, choose_grid, round_to_nearest
 
 _log = get_logger(__name__)
@@ -29,6 +30,8 @@ _LEAF = 16  # columns solved one by one
 _INVERT_LEAF = 64
 ORDERS = ("none", "static", "gar")
 METRICS = ("plain", "fisher")
+TARGETS = ("float", "block")
+GRID_NORM = 2.0  # of the errors of which grids have least
 _SWEEP = 7e4  # operations of a product in whose time a weight is visited, on one core
 
 
@@ -114,7 +117,8 @@ class Columns:
 
     def _choose(self, group: int) -> None:
         rows = self.weight[group * self.group : (group + 1) * self.group].T
-        scales, zeros = choose_grid(rows, self._whole_row(), self.norm, full_range=self.full_range)
+        pivots = self.factor.diagonal()[group * self.group : (group + 1) * self.group]
+        scales, zeros = choose_grid(rows, self._whole_row(), self.norm, pivots**-2, self.full_range)
         self.scales[group] = scales[:, 0]
         if self.zeros is not None and zeros is not None:
             self.zeros[group] = zeros[:, 0]
@@ -220,16 +224,18 @@ class Gptq(Solver):
     class Options:
         damping: float = 0.01  # share of the mean diagonal; grows by itself where the factorization fails
         order: str = "gar"  # "none", "static" or "gar": see column_order
-        mse: bool = False  # grids of least error instead of min and max
-        norm: float = 2.4
-        full_range: bool = True  # of symmetric weight-only grids below 8 bits: see range_grid
+        mse: bool = True  # grids of least error instead of min and max
+        norm: float = GRID_NORM
+        full_range: bool = True  # of symmetric grids below 8 bits: see range_grid
         least_tokens: float = 0.005  # share of tokens that must reach a matrix, else it is rounded to nearest
+        target: str = "float"  # outputs of the float model; or "block": of its weights on the inputs as they are now
         metric: str = "plain"  # of errors; "fisher": codes are then mended by what they cost the model's answers
         sweeps: int = 10  # over the columns, while they are mended
 
     def __init__(self, options: Mapping[str, Any] | None = None) -> None:
         super().__init__(options)
         self.needs_outputs = self.options.metric == "fisher"
+        self.needs_targets = self.options.target == "float"
         self._grams: Mapping[str, Tensor] = {}
 
     def begin(self, model: ModelView) -> None:
@@ -242,6 +248,8 @@ class Gptq(Solver):
             raise unknown_name("order of gptq", self.options.order, ORDERS)
         if self.options.metric not in METRICS:
             raise unknown_name("metric of gptq", self.options.metric, METRICS)
+        if self.options.target not in TARGETS:
+            raise unknown_name("target of gptq", self.options.target, TARGETS)
         if self.options.sweeps < 1:
             raise UserError("gptq: sweeps is below 1", "give a count from 1, or metric=plain")
 
@@ -249,6 +257,8 @@ class Gptq(Solver):
         """Three matrices like the Hessian while it is factored; weight, errors and a copy while columns are solved."""
         out_features, in_features = shape
         plain = 4 * in_features * max(3 * in_features, 2 * in_features + 4 * out_features)
+        # Of the drift: the second moments of half the sequences, cross moments of all and of half, and what is solved.
+        plain = max(plain, 4 * in_features * (7 * in_features + 4 * out_features)) if self.needs_targets else plain
         return plain + (4 * out_features * 6 * in_features if self.needs_outputs else 0)
 
     def operations(self, num_weights: int, length: int) -> float:
@@ -264,13 +274,18 @@ class Gptq(Solver):
             names = [name for name in group.names if name in scheme_of]
             if not names:
                 continue
-            statistics = block.statistics(group, ("hessian",))
+            statistics, drift = block.statistics_beside_float(group)
             assert statistics.hessian is not None
             if statistics.num_tokens < self.options.least_tokens * total:
                 _log.warning("%s received %d of %d tokens: rounded to nearest", names[0], statistics.num_tokens, total)
                 solved = {name: round_to_nearest(block.weight(name), scheme_of[name]) for name in names}
             else:
                 weights = {name: block.weight(name) for name in names}
+                if drift is not None and self.needs_targets:
+                    weights = undrifted(weights, drift)
+                    for name, weight in weights.items():  # errors are those of what is rounded
+                        block.replace(name, weight)
+                drift = None
                 solved = self._solve_group(weights, statistics.hessian, scheme_of)
                 for name in self._grams.keys() & solved.keys():
                     gram = self._grams[name].to(statistics.hessian.device)
@@ -299,8 +314,10 @@ class Gptq(Solver):
             stacked = torch.cat([weights[name] for name in names])
             stacked[:, dead] = 0.0
             norm = self.options.norm if self.options.mse else 0.0
-            full_range = self.options.full_range and scheme.bits < 8 and scheme.activations == "none"
+            full_range = self.options.full_range and scheme.bits < 8
             matrix = gptq(stacked, factor, scheme, order, static, norm, full_range)
+            del factor
+            matrix = fit_scales(matrix, stacked, hessian)
             solved |= unstacked(matrix, {name: weights[name].shape[0] for name in names})
         return solved
 

@@ -90,6 +90,11 @@ def _storable(scales: Tensor) -> Tensor:
     return scales.clamp(SMALLEST_SCALE, 65504.0).half().float()
 
 
+def as_stored(scales: Tensor) -> Tensor:
+    """Scales of either sign as float16 holds them."""
+    return torch.where(scales < 0, -_storable(-scales), _storable(scales))
+
+
 def _grid_error(
     groups: Tensor, scales: Tensor, zeros: Tensor | None, scheme: Scheme, norm: float, importance: Tensor | None
 ) -> Tensor:
