@@ -20,8 +20,8 @@ _READY = re.compile(r"ready in .* on ((?:https?://|unix:)\S+)")
 _START_SECONDS = 90
 # Loading a second engine's libraries takes as long as starting the first; tests of that ask for it.
 _QUICK_START = {"TOKENMILL_SPARE_ENGINE": "false"}
-# Tests compare answers, and with AMX a prefix that was computed in a step of many requests has other bits than one computed
-# alone (tests/conftest.py).
+# Tests compare answers, and with AMX a prefix that was computed in a step of many requests has other bits than one
+# computed alone (tests/conftest.py).
 _SAME_BITS = {"TOKENMILL_CPU_ISA": "avx512_vnni"}
 WITH_SPARE_ENGINE = {"TOKENMILL_SPARE_ENGINE": "true"}
 

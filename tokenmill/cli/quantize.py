@@ -19,6 +19,7 @@ from tokenmill.errors import UserError, unknown_name
 
 if TYPE_CHECKING:
     from tokenmill.quantize.finish import GateRequest
+    from tokenmill.quantize.job import QuantizeJob
 
 
 def parse_share(text: str | float) -> float:
@@ -99,6 +100,14 @@ def quantize(
             help="Then learn scales and norms against the unquantized model's logits, in so many steps, such as 100.",
         ),
     ] = 0,
+    train_codes: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            metavar="STEPS",
+            help="Then train codes, scales and norms that way instead, such as 1000, on --calibration-drawn 1000.",
+        ),
+    ] = 0,
     low_rank: Annotated[
         int,
         typer.Option(
@@ -174,6 +183,7 @@ def quantize(
             "--kv-scales": kv_scales,
             "--drop-layers": drop_layers,
             "--tune-scales": tune_scales,
+            "--train-codes": train_codes,
             "--low-rank": low_rank,
             "--calibration-drawn": calibration_drawn,
         }
@@ -209,8 +219,7 @@ def quantize(
             )
         emit(report, as_json, lambda: quantize_screen(report, model))
         return
-    from tokenmill.quantize.device import describe_device
-    from tokenmill.quantize.job import QuantizeJob, prepare, run_job
+    from tokenmill.quantize.job import QuantizeJob
     from tokenmill.quantize.recipe import RecipeRequest
     from tokenmill.quantize.recipe_file import read_recipe
 
@@ -251,8 +260,16 @@ def quantize(
         size=file_size,
         low_rank=low_rank,
         tune=tune_scales,
+        train=train_codes,
         gate=limits,
     )
+    _run(job, as_json)
+
+
+def _run(job: QuantizeJob, as_json: bool) -> None:
+    from tokenmill.quantize.device import describe_device
+    from tokenmill.quantize.job import prepare, run_job
+
     prepared = prepare(job)
     forecast = prepared.forecast
     on_device = f", {size(forecast.device_bytes)} of GPU memory" if forecast.device_bytes else ""
@@ -264,7 +281,7 @@ def quantize(
     )
     with progress_bar("blocks") as advance:
         result = asdict(run_job(prepared, lambda done, total, _: advance(done, total)))
-    emit(result, as_json, lambda: quantize_screen(result, model))
+    emit(result, as_json, lambda: quantize_screen(result, job.model))
 
 
 def mixed_options(options: tuple[tuple[str, Any], ...]) -> dict[str, Any]:

@@ -49,7 +49,8 @@ from tokenmill.quantize.mixed_job import choose_schemes
 from tokenmill.quantize.output import assemble, directory_bytes, file_digest, float_config, weight_files
 from tokenmill.quantize.recipe import MIXED, Recipe, RecipeRequest, build_recipe
 from tokenmill.quantize.source import SourceModel
-from tokenmill.quantize.tune_job import TunedModel, save_raw, tune_blocks, with_tuning
+from tokenmill.quantize.train_codes import check_trainable
+from tokenmill.quantize.tune_job import LastPass, TunedModel, save_raw, tune_blocks, with_tuning
 from tokenmill.quantize.workspace import Workspace
 
 DEFAULT_LENGTH = 512
@@ -76,7 +77,13 @@ class QuantizeJob:
     size: int = 0  # mixed precision: bytes that all weights may take; 0: as the recipe says
     low_rank: int = 0  # rank of an adapter that mends what rounding lost; 0: none
     tune: int = 0  # steps of the end-to-end pass over scales and norms
+    train: int = 0  # steps of the one over codes too, instead
     gate: GateRequest = field(default_factory=GateRequest)
+
+    @property
+    def last_pass(self) -> LastPass:
+        """Over the whole model; without steps there is none."""
+        return LastPass(self.tune or self.train, bool(self.train))
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +140,7 @@ class PreparedJob:
             **({"drop_layers": self.job.drop_layers} if self.job.drop_layers else {}),
             **({"low_rank": self.job.low_rank} if self.job.low_rank else {}),
             "tune": self.job.tune,
+            **({"train": self.job.train} if self.job.train else {}),
         }
         return hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()
 
@@ -159,9 +167,10 @@ def prepare(job: QuantizeJob) -> PreparedJob:
         check_kv_scales(file_format, source.description)
     float_config(checkpoint, source.description, _dtype_name(dtype))  # refused here rather than after hours
     if job.low_rank:
-        check_low_rank(job.low_rank, recipe, job.tune)
+        check_low_rank(job.low_rank, recipe, job.last_pass.steps)
+    check_trainable(job.train, job.tune, recipe)
     calibration, needs_states = None, recipe.needs_calibration or job.kv_scales or bool(job.low_rank)
-    if needs_states or job.tune:
+    if needs_states or job.last_pass.steps:
         template = load_chat_template(path)
         calibration = read_calibration(job.calibration, load_tokenizer(path), template, job.calibration_samples, length)
     size = output_bytes(source, recipe, shapes, dtype)
@@ -169,8 +178,8 @@ def prepare(job: QuantizeJob) -> PreparedJob:
     forecast = forecast_job(source, recipe, (samples, length) if needs_states else None, job.memory, size, device)
     if job.low_rank:
         forecast = with_low_rank(forecast, source)
-    if job.tune:
-        forecast = with_tuning(forecast, source, job.tune, samples, length, device)
+    if job.last_pass.steps:
+        forecast = with_tuning(forecast, source, job.last_pass, samples, length, device)
     if job.drawn:
         forecast = with_drawing(forecast, source, calibration is not None, job.drawn * length, device)
     check_room(device, forecast.device_bytes)
@@ -292,11 +301,11 @@ def _do_block(
     norm_offset: float,
 ) -> None:
     block = CalibratedBlock(prepared.source, index, states, prepared.device, float_states)
-    block.residuals = {} if prepared.job.low_rank else None
+    block.residuals = {} if prepared.job.low_rank or prepared.job.train else None
     quantized = quantize_block(block, recipe)
     tensors, reports = encode_block(quantized, prepared.file_format, prepared.dtype, norm_offset)
-    if prepared.job.tune:
-        save_raw(workspace, index, quantized)
+    if prepared.job.last_pass.steps:
+        save_raw(workspace, index, quantized, block.residuals or {})
     if prepared.job.low_rank:
         save_pairs(workspace, index, mend_block(block, quantized.matrices, prepared.job.low_rank, prepared.dtype))
     if states is not None:
@@ -311,13 +320,12 @@ def _do_block(
 
 def _tune(prepared: PreparedJob, workspace: Workspace, norm_offset: float) -> dict[str, Any]:
     """The end-to-end pass, if the job has one; what it gained."""
-    if not prepared.job.tune:
+    if not prepared.job.last_pass.steps:
         return {}
     assert prepared.calibration is not None
     model = TunedModel(prepared.source, workspace, prepared.file_format, prepared.dtype, norm_offset, prepared.device)
     with full_device_explained("the last pass"):
-        report = tune_blocks(model, prepared.calibration.sequences, prepared.job.tune)
-    return {"tuned": {"steps": prepared.job.tune, **asdict(report)}}
+        return tune_blocks(model, prepared.calibration.sequences, prepared.job.last_pass)
 
 
 def _initial_states(

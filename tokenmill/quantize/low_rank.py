@@ -37,13 +37,13 @@ FOLDER = "low_rank"  # of the adapter, in the finished directory
 _DAMPING = 0.01  # share of the mean second moment that every input is taken to have
 
 
-def check_low_rank(rank: int, recipe: Recipe, tune: int) -> None:
+def check_low_rank(rank: int, recipe: Recipe, last_steps: int) -> None:
     if rank < 0:
         raise UserError(f"--low-rank is {rank}", "give at least 1, such as 8")
     if recipe.scheme.element == "float":
         raise UserError(f"{recipe.method} rounds nothing that --low-rank could mend", "leave --low-rank out")
-    if tune:
-        raise UserError("--tune-scales changes what --low-rank has mended", "leave one of the two out")
+    if last_steps:
+        raise UserError("--tune-scales and --train-codes change what --low-rank has mended", "leave one of them out")
 
 
 def with_low_rank(forecast: Forecast, source: SourceModel) -> Forecast:

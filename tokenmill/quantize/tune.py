@@ -1,17 +1,17 @@
-"""A last pass over the whole model: scales and norms learned against the unquantized model's logits, codes as they are.
+"""A last pass over the whole model: what is left to learn of it, against the unquantized model's logits.
 
 Every method before it looks at one block; this one looks at what the model answers. The gradient of the KL divergence
 runs back through the blocks one at a time; where the activations of all of them would take too much memory, each is
 computed again from the states kept at its entrance. Steps compare the models on the tokens that the text makes likely:
-a sixth of a vocabulary, or less, and what it leaves out is a thousandth of the probability. Scales are learned as
-factors, which makes one rate fit all. What a held-out batch does not confirm is discarded. Everything is on one device.
-Knows nothing of files; used by tune_job.py.
+a sixth of a vocabulary, or less, and what it leaves out is a thousandth of the probability. What a matrix learns is its
+own business: scales as factors, which makes one rate fit all (tune_job.py), or codes too (train_codes.py). What a
+held-out batch does not confirm is discarded. Everything is on one device. Knows nothing of files.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -24,17 +24,35 @@ from tokenmill.quantize.source import SourceModel
 _ROWS = 256  # of logits at a time
 _LIKELY, _ASKED = 1e-3, 4096  # probability that makes a token likely, anywhere after so many tokens of the text
 _MOMENTS = (0.9, 0.99)
+_SAVES = 20  # times that what was learned is written, in all steps
 KEPT_BYTES = 1 << 30  # of activations, of all blocks together; more: of one block at a time, each computed twice
 
 
 class Tunable(Protocol):
-    """A matrix that is linear in its scales: sum of bases, each times the factors of its groups."""
+    """A matrix of which something is learned."""
 
-    factors: list[Tensor]  # what is learned; all one at the beginning
+    @property
+    def factors(self) -> Sequence[Tensor]: ...  # what is learned
+    @property
+    def shares(self) -> Sequence[float]: ...  # of the rate, that each of them gets
 
     def weight(self) -> Tensor:
         """float32 [out, in], differentiable in `factors`."""
         ...
+
+    def reset(self) -> None:
+        """As it was before the first step."""
+        ...
+
+
+class Progress(Protocol):
+    """Keeps what was learned so far, for a pass that is killed."""
+
+    def load(self) -> tuple[int, Sequence[Tensor]]:
+        """(steps done, their tensors); none of both where nothing was saved."""
+        ...
+
+    def save(self, steps: int, tensors: Sequence[Tensor]) -> None: ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -52,12 +70,22 @@ class Student:
     def parameters(self) -> list[Tensor]:
         return [*(each for matrix in self.matrices.values() for each in matrix.factors), *self.norms.values()]
 
+    def shares(self, norms: float) -> list[float]:
+        return [*(each for matrix in self.matrices.values() for each in matrix.shares), *[norms] * len(self.norms)]
+
+    def reset(self) -> None:
+        for matrix in self.matrices.values():
+            matrix.reset()
+        for factors in self.norms.values():
+            factors.detach().fill_(1.0)
+
 
 @dataclass(frozen=True, slots=True)
 class TuneOptions:
     steps: int
     rate: float = 1e-3  # of a factor, at its highest
     sequences: int = 4  # in a step
+    norms: float = 1.0  # share of the rate that norms get
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,17 +98,25 @@ class TuneReport:
 class Adam:
     """torch's optimizers want leaves that live as long as they do; these live for one block of one step."""
 
-    def __init__(self, rate: float) -> None:
-        self._rate, self._moments = rate, dict[int, tuple[Tensor, Tensor]]()
+    def __init__(self) -> None:
+        self._moments = dict[int, tuple[Tensor, Tensor]]()
 
-    def step(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor], share: float, count: int) -> None:
+    def moments(self, parameter: Tensor) -> tuple[Tensor, Tensor]:
+        """Running means of its gradients and of their squares."""
+        if id(parameter) not in self._moments:
+            self._moments[id(parameter)] = (torch.zeros_like(parameter), torch.zeros_like(parameter))
+        return self._moments[id(parameter)]
+
+    def step(
+        self, parameters: Sequence[Tensor], gradients: Sequence[Tensor], rates: Sequence[float], count: int
+    ) -> None:
         first, second = _MOMENTS
-        for each, gradient in zip(parameters, gradients, strict=True):
-            mean, square = self._moments.setdefault(id(each), (torch.zeros_like(each), torch.zeros_like(each)))
+        for each, gradient, rate in zip(parameters, gradients, rates, strict=True):
+            mean, square = self.moments(each)
             mean.lerp_(gradient, 1 - first)
             square.lerp_(gradient.square(), 1 - second)
             root = (square / (1 - second**count)).sqrt_().add_(1e-12)
-            each.detach().sub_(mean / (1 - first**count) / root, alpha=self._rate * share)
+            each.detach().addcdiv_(mean, root, value=-rate / (1 - first**count))
 
 
 def graph_bytes(source: SourceModel, tokens: int) -> int:
@@ -114,27 +150,36 @@ class EndToEnd:
         self._likely = self.likely_tokens()
         self._likely_heads = (head[self._likely], self._teacher_head[self._likely])
 
-    def run(self, options: TuneOptions) -> TuneReport:
-        """Learn the factors of the students and `norm_factors`, all reset to one if a held-out batch got worse."""
+    def run(self, options: TuneOptions, progress: Progress | None = None) -> TuneReport:
+        """Learn what the students and the final norm have to learn; all as before if a held-out batch got worse."""
         count = self._sequences.shape[0]
         held_out = list(range(0, count, max(2, count // options.sequences)))[: options.sequences]
         rest = [index for index in range(count) if index not in held_out] or held_out
         before = self.divergence(held_out)
-        optimizer = Adam(options.rate)
-        generator = torch.Generator().manual_seed(0)
-        order: list[int] = []
-        for step in range(options.steps):
-            while len(order) < min(options.sequences, len(rest)):
-                order += [rest[index] for index in torch.randperm(len(rest), generator=generator).tolist()]
-            chosen, order = order[: options.sequences], order[options.sequences :]
+        optimizer = Adam()
+        done = 0 if progress is None else self._restore(progress, optimizer)
+        for step, chosen in enumerate(_batches(rest, options)):
+            if step < done:
+                continue
             warm = min(1.0, (step + 1) / max(1, options.steps // 10))
             share = warm * 0.5 * (1 + math.cos(math.pi * step / options.steps))
-            self._step(chosen, optimizer, share, step)
+            self._step(chosen, optimizer, options.rate * share, options.norms, step)
+            if progress is not None and (step + 1) % -(-options.steps // _SAVES) == 0:
+                parameters = self._all_parameters()
+                progress.save(step + 1, [each for one in parameters for each in (one, *optimizer.moments(one))])
         after = self.divergence(held_out)
         if not after < before:
-            for each in self._all_parameters():
-                each.detach().fill_(1.0)
+            self.norm_factors.detach().fill_(1.0)
+            for student in self._students:
+                student.reset()
         return TuneReport(before, after, after < before)
+
+    def _restore(self, progress: Progress, optimizer: Adam) -> int:
+        done, kept = progress.load()
+        present = [each for one in self._all_parameters() for each in (one, *optimizer.moments(one))] if done else []
+        for each, value in zip(present, kept, strict=True):
+            each.detach().copy_(value)
+        return done
 
     @torch.no_grad()
     def divergence(self, chosen: Sequence[int]) -> float:
@@ -180,7 +225,7 @@ class EndToEnd:
     def _embedded(self, chosen: Sequence[int]) -> Tensor:
         return self._source.embed(self._sequences[list(chosen)], self._embedding).flatten(0, 1)
 
-    def _step(self, chosen: Sequence[int], optimizer: Adam, share: float, step: int) -> None:
+    def _step(self, chosen: Sequence[int], optimizer: Adam, rate: float, norms: float, step: int) -> None:
         keeps = graph_bytes(self._source, len(chosen) * self._length) <= KEPT_BYTES
         runs: list[tuple[Tensor, Tensor]] = []  # of each block: what entered and left it
         states = self._embedded(chosen)
@@ -188,14 +233,15 @@ class EndToEnd:
             runs.append(self._run(index, states, learns=keeps))
             states = runs[-1][1].detach()
         slopes, norm_slopes = self.slopes(states, chosen)
-        optimizer.step([self.norm_factors], [norm_slopes], share, step + 1)
+        optimizer.step([self.norm_factors], [norm_slopes], [rate * norms], step + 1)
         for index in range(len(self._students) - 1, -1, -1):
             rows, output = runs.pop()
             if not keeps:
                 rows, output = self._run(index, rows, learns=True)
             parameters = self._students[index].parameters()
             slopes, *found = torch.autograd.grad(output, [rows, *parameters], slopes)
-            optimizer.step(parameters, found, share, step + 1)
+            rates = [rate * share for share in self._students[index].shares(norms)]
+            optimizer.step(parameters, found, rates, step + 1)
 
     def _run(self, index: int, states: Tensor, learns: bool) -> tuple[Tensor, Tensor]:
         """(what enters a block, what leaves it), the second with gradients by the first and by all that is learned."""
@@ -221,3 +267,15 @@ class EndToEnd:
             slopes[rows], found = torch.autograd.grad(logits, [leaf, factors], by_logits)
             norm_slopes += found
         return slopes, norm_slopes
+
+
+def _batches(pool: Sequence[int], options: TuneOptions) -> Iterator[list[int]]:
+    """Of each step; every sequence comes once before one comes again."""
+    generator = torch.Generator().manual_seed(0)
+    order: list[int] = []
+    size = min(options.sequences, len(pool))
+    for _ in range(options.steps):
+        while len(order) < size:
+            order += [pool[index] for index in torch.randperm(len(pool), generator=generator).tolist()]
+        chosen, order = order[:size], order[size:]
+        yield chosen

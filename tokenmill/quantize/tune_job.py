@@ -1,12 +1,14 @@
-"""The end-to-end pass inside a job: blocks as their solvers left them, tuned together, written again.
+"""The end-to-end pass inside a job: blocks as their solvers left them, tuned or trained together, written again.
 
-Solvers hand over codes and scales, which formats pack away; so a job that will tune keeps both of each block in its
-workspace (`raw` files), from which a killed pass begins again. The arithmetic is in tune.py.
+Solvers hand over codes and scales, which formats pack away; so a job that has this pass keeps both of each block in its
+workspace (`raw` files), from which a killed pass begins again; training goes on where it was. The arithmetic is in
+tune.py, what is learned of a matrix here (scales) and in train_codes.py.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -20,11 +22,13 @@ from tokenmill.model.formats.quantized import QuantizedMatrix, Scheme, element_v
 from tokenmill.quantize.block_job import QuantizedBlock, encode_block, to_plain
 from tokenmill.quantize.forecast import Forecast, operations_per_second, resident_bytes
 from tokenmill.quantize.source import EMBEDDING, HEAD, SourceModel, narrow, stored_norm
-from tokenmill.quantize.tune import KEPT_BYTES, EndToEnd, Student, TuneOptions, TuneReport, graph_bytes
+from tokenmill.quantize.train_codes import KeptTraining, TrainedCodes, more_bytes, more_operations, training_options
+from tokenmill.quantize.tune import KEPT_BYTES, EndToEnd, Student, Tunable, TuneOptions, graph_bytes
 from tokenmill.quantize.workspace import Workspace
 
 _HOST = torch.device("cpu")
 _PARTS = ("codes", "scales", "zeros", "table")
+_RESIDUAL = "residual"
 _PASSES = 5.5  # a step's cost in forward passes of its tokens: one down, two back, and what are no products
 _LIKELY = 1 / 6  # share of a vocabulary that a text makes likely
 _SEQUENCES = 256  # calibration sequences that steps draw from, at most
@@ -37,12 +41,17 @@ class ScaledMatrix:
         self.matrix = matrix
         free = matrix.scheme.scale_type == "float" and matrix.rotation_seed is None
         self.factors = [torch.ones_like(matrix.scales)] if free else []
+        self.shares = [1.0] * len(self.factors)
 
     def weight(self) -> Tensor:
         if not self.factors:
             return self.matrix.dequantize()
         scales = self.matrix.scales * self.factors[0]
         return element_values(self.matrix) * (spread(scales, self.matrix) * self.matrix.global_scale)
+
+    def reset(self) -> None:
+        for each in self.factors:
+            each.detach().fill_(1.0)
 
     def finish(self) -> QuantizedMatrix:
         """With its learned scales, as precise as they were."""
@@ -67,36 +76,56 @@ class TunedModel:
     device: torch.device = _HOST
 
 
+@dataclass(frozen=True, slots=True)
+class LastPass:
+    """What a job does at its end: so many steps over scales and norms, or over codes as well."""
+
+    steps: int
+    trains: bool = False
+
+    @property
+    def options(self) -> TuneOptions:
+        return training_options(self.steps) if self.trains else TuneOptions(self.steps)
+
+    def taught(self, sequences: int) -> int:
+        """How many calibration sequences steps draw from."""
+        return sequences if self.trains else min(sequences, _SEQUENCES)
+
+
 def with_tuning(
-    forecast: Forecast, source: SourceModel, steps: int, sequences: int, length: int, device: torch.device = _HOST
+    forecast: Forecast, source: SourceModel, plan: LastPass, sequences: int, length: int, device: torch.device = _HOST
 ) -> Forecast:
     """The forecast of a job with this pass at its end."""
     d = source.description
     weights = sum(out * width for out, width in map(source.shape, source.layer_linears()))
     head = d.vocab_size * d.hidden_size
-    options = TuneOptions(steps)
-    tokens = options.sequences * length
-    taught = min(sequences, _SEQUENCES) * length
+    tokens = plan.options.sequences * length
+    taught = plan.taught(sequences) * length
     graphs = graph_bytes(source, tokens)
     passes = _PASSES if graphs <= KEPT_BYTES else _PASSES + 1
-    operations = 2.0 * (steps * tokens * (passes * weights + _LIKELY * 4 * head) + taught * weights)
+    operations = 2.0 * (plan.steps * tokens * (passes * weights + _LIKELY * 4 * head) + taught * weights)
+    operations += more_operations(weights, plan.steps) if plan.trains else 0
     seconds = operations / operations_per_second(device)
     block = 4 * weights // source.num_blocks
     entering = 4 * tokens * d.hidden_size * (source.num_blocks + 1)
     activations = graphs if graphs <= KEPT_BYTES else graphs // source.num_blocks
     held = 2 * weights + 8 * head + 6 * block + entering + activations + 4 * taught * d.hidden_size
+    more = more_bytes(weights) if plan.trains else 0
+    held += more
     on_device = 0 if device.type == "cpu" else held
     return replace(
         forecast,
         seconds=forecast.seconds + seconds,
         memory_bytes=max(forecast.memory_bytes, resident_bytes() + held),
         device_bytes=max(forecast.device_bytes, on_device),
-        disk_bytes=forecast.disk_bytes + 2 * weights,
+        disk_bytes=forecast.disk_bytes + 2 * weights + 2 * more,
     )
 
 
-def save_raw(workspace: Workspace, index: int, block: QuantizedBlock) -> None:
+def save_raw(workspace: Workspace, index: int, block: QuantizedBlock, residuals: Mapping[str, Tensor]) -> None:
+    """`residuals`: what rounding left of each matrix, where codes will be trained."""
     tensors: dict[str, Tensor] = {f"float|{name}": value for name, value in block.floats.items()}
+    tensors |= {f"{_RESIDUAL}|{name}": value.cpu().half() for name, value in residuals.items()}
     plain: dict[str, Any] = {}
     for name, matrix in block.matrices.items():
         for part in _PARTS:
@@ -118,7 +147,8 @@ def save_raw(workspace: Workspace, index: int, block: QuantizedBlock) -> None:
     workspace.save(workspace.raw(index), tensors, {"block": json.dumps(described)})
 
 
-def load_raw(workspace: Workspace, index: int) -> QuantizedBlock:
+def load_raw(workspace: Workspace, index: int) -> tuple[QuantizedBlock, dict[str, Tensor]]:
+    """(the block, its residuals)."""
     path = workspace.raw(index)
     with safe_open(path, "pt") as file:
         described: dict[str, Any] = json.loads(file.metadata()["block"])
@@ -129,58 +159,81 @@ def load_raw(workspace: Workspace, index: int) -> QuantizedBlock:
         matrices[name] = QuantizedMatrix(**{**plain, **parts, "scheme": Scheme(**plain["scheme"])})
     floats = {name.removeprefix("float|"): value for name, value in tensors.items() if name.startswith("float|")}
     names = {key: frozenset(described[key]) for key in ("linears", "kept", "of_states")}
-    return QuantizedBlock(matrices, floats, errors=described["errors"], **names)
+    residuals = {name: tensors[key] for name in matrices if (key := f"{_RESIDUAL}|{name}") in tensors}
+    return QuantizedBlock(matrices, floats, errors=described["errors"], **names), residuals
 
 
-def tune_blocks(model: TunedModel, sequences: Tensor, steps: int) -> TuneReport:
-    """Tune all finished blocks and the final norm, and write them again."""
+def tune_blocks(model: TunedModel, sequences: Tensor, plan: LastPass) -> dict[str, Any]:
+    """Tune or train all finished blocks and the final norm, and write them again; what that gained."""
     source, workspace = model.source, model.workspace
     raw = [load_raw(workspace, index) for index in range(source.num_blocks)]
-    students = [_student(block, model.device) for block in raw]
+    students = [_student(*each, model.device) for each in raw]
     edges = load_file(workspace.edges)
     embedding = edges[f"{EMBEDDING}.weight"].to(model.device).float()
     stored_head = edges.get(f"{HEAD}.weight")
     final_norm = f"{source.final_norm}.weight"
-    chosen = _spaced(sequences)
     pass_ = EndToEnd(
         source,
         students,
-        chosen,
+        _spaced(sequences, plan.taught(len(sequences))),
         embedding,
         embedding if stored_head is None else stored_head.to(model.device).float(),
         edges[final_norm].to(model.device).float() + model.norm_offset,
     )
-    report = pass_.run(TuneOptions(steps))
-    for index, (block, student) in enumerate(zip(raw, students, strict=True)):
-        tuned = replace(block, matrices=_finished(student), floats={**block.floats, **_scaled_norms(student)})
+    report = pass_.run(plan.options, KeptTraining(workspace) if plan.trains else None)
+    moved = total = 0
+    for index, ((block, _), student) in enumerate(zip(raw, students, strict=True)):
+        matrices, errors, changed = _finished(student)
+        tuned = replace(
+            block,
+            matrices=matrices,
+            floats={**block.floats, **_scaled_norms(student)},
+            errors={**block.errors, **errors},
+        )
         tensors, layers = encode_block(tuned, model.file_format, model.dtype, model.norm_offset)
         workspace.save_block(index, tensors, to_plain(layers))
+        moved, total = moved + changed, total + sum(matrix.codes.numel() for matrix in matrices.values())
     factors = pass_.norm_factors.to(_HOST)
     norm = stored_norm((edges[final_norm].float() + model.norm_offset) * factors, model.norm_offset)
     edges[final_norm] = narrow(final_norm, norm, model.dtype)
     workspace.save(workspace.edges, edges)
-    return report
+    gained = {"steps": plan.steps, **asdict(report)}
+    return {"trained": {**gained, "moved": moved / total}} if plan.trains else {"tuned": gained}
 
 
-def _student(block: QuantizedBlock, device: torch.device) -> Student:
+def _student(block: QuantizedBlock, residuals: Mapping[str, Tensor], device: torch.device) -> Student:
     floats = {name: value.to(device) for name, value in block.floats.items()}
     norms = {
         name: torch.ones_like(value)
         for name, value in floats.items()
         if value.dim() == 1 and name.endswith("norm") and name not in block.of_states
     }
-    return Student({name: ScaledMatrix(matrix.to(device)) for name, matrix in block.matrices.items()}, floats, norms)
+    matrices: dict[str, Tunable] = {}
+    for name, matrix in block.matrices.items():
+        matrix = matrix.to(device)
+        residual = residuals.get(name)
+        matrices[name] = ScaledMatrix(matrix) if residual is None else TrainedCodes(matrix, residual.to(device))
+    return Student(matrices, floats, norms)
 
 
-def _finished(student: Student) -> dict[str, QuantizedMatrix]:
-    matrices = ((name, each) for name, each in student.matrices.items() if isinstance(each, ScaledMatrix))
-    return {name: each.finish().to(_HOST) for name, each in matrices}
+def _finished(student: Student) -> tuple[dict[str, QuantizedMatrix], dict[str, float], int]:
+    """(matrices, the errors of those that were trained, how many codes moved)."""
+    matrices: dict[str, QuantizedMatrix] = {}
+    errors: dict[str, float] = {}
+    moved = 0
+    for name, each in student.matrices.items():
+        if isinstance(each, TrainedCodes):
+            result = each.finish()
+            matrices[name], errors[name] = result.matrix.to(_HOST), result.error
+            moved += result.moved
+        elif isinstance(each, ScaledMatrix):
+            matrices[name] = each.finish().to(_HOST)
+    return matrices, errors, moved
 
 
 def _scaled_norms(student: Student) -> dict[str, Tensor]:
     return {name: (student.floats[name] * factors).to(_HOST) for name, factors in student.norms.items()}
 
 
-def _spaced(sequences: Tensor) -> Tensor:
-    count = min(_SEQUENCES, sequences.shape[0])
+def _spaced(sequences: Tensor, count: int) -> Tensor:
     return sequences[torch.arange(count) * sequences.shape[0] // count]

@@ -15,7 +15,7 @@ from tokenmill.quantize.fisher import linear_grams, output_roots
 from tokenmill.quantize.forecast import Forecast
 from tokenmill.quantize.source import EMBEDDING, FINAL_NORM, HEAD
 from tokenmill.quantize.tune import EndToEnd, Student, TuneOptions
-from tokenmill.quantize.tune_job import ScaledMatrix, with_tuning
+from tokenmill.quantize.tune_job import LastPass, ScaledMatrix, with_tuning
 
 
 def _moved(student: Student) -> Student:
@@ -70,7 +70,7 @@ def test_its_memory_there_is_forecast(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(tune_job, "operations_per_second", lambda _: 1e12)  # a GPU is asked for its name
     source = TinyModel("llama", tmp_path).source
     nothing = Forecast(0, 0, 0.0, 0, 1, False)
-    assert with_tuning(nothing, source, 4, 8, 24).device_bytes == 0
-    assert with_tuning(nothing, source, 4, 8, 24, GPU).device_bytes > sum(
+    assert with_tuning(nothing, source, LastPass(4), 8, 24).device_bytes == 0
+    assert with_tuning(nothing, source, LastPass(4), 8, 24, GPU).device_bytes > sum(
         2 * out * width for out, width in map(source.shape, source.layer_linears())
     )

@@ -59,9 +59,11 @@ def _effort(result: Result) -> Facts:
         ("format", " ".join(filter(None, (result["format"], result.get("type"))))),
         ("took", f"{duration(result['seconds'])}{on}, {memory}"),
     ]
-    if tuned := result["fidelity"].get("tuned"):
-        gain = f"divergence {plain_number(tuned['before'])} to {plain_number(tuned['after'])} in {tuned['steps']} steps"
-        rows.append(("scales", gain if tuned["kept"] else f"not kept: {gain}"))
+    for key, what in (("tuned", "scales"), ("trained", "codes")):
+        if learned := result["fidelity"].get(key):
+            gain = f"divergence {plain_number(learned['before'])} to {plain_number(learned['after'])}"
+            gain += f" in {learned['steps']} steps"
+            rows.append((what, gain if learned["kept"] else f"not kept: {gain}"))
     if result.get("resumed_blocks"):
         rows.append(("resumed", f"{count(result['resumed_blocks'])} blocks were done before"))
     return Facts("How", rows)
