@@ -63,11 +63,14 @@ OURS = (
     "gptq+fisher",
     "spinquant",
     "spinquant+drawn",
+    "spinquant+fisher",
+    "spinquant+trained",
 )
 _METHODS = {"spinquant": "spinquant+gptq"}  # a row's name -> what --method is, where it is another
 _DRAWN = 128
 _FROM_GPTQ = ["--option", "start=gptq", "--option", "tokens=256"]
 _TUNING = {
+    "trained": ["--calibration-drawn", "512", "--train-codes", "400"],
     "scales": ["--tune-scales", "50"],
     "drawn": ["--calibration-drawn", str(_DRAWN), "--tune-scales", "50"],
     "mended": ["--option", "metric=fisher"],

@@ -107,6 +107,10 @@ class BlockView(Protocol):
         ...
 
 
+# (index of a block, name of a linear, rows [tokens, out] like its outputs) -> the rows as a transform turns them.
+OutputTurn = Callable[[int, str, Tensor], Tensor]
+
+
 class ModelView(Protocol):
     """What lies outside the blocks, before the first of them is calibrated. Implemented by the job.
 
@@ -136,7 +140,12 @@ class ModelView(Protocol):
         ...
 
     def linear_grams(self) -> dict[str, Tensor]:
-        """For each linear what a change of its output costs the model's answers, likewise; [out, out], or tiles."""
+        """For each linear what a change of its output costs the model's answers, likewise; [out, out], or tiles. Where
+        a transform has said how it turns outputs, of the outputs as they are then."""
+        ...
+
+    def turn_outputs(self, turn: OutputTurn) -> None:
+        """Said by a transform that turns what linears put out."""
         ...
 
     def remember(self, name: str, make: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
@@ -176,6 +185,7 @@ class Step(ABC):
 class Transform(Step):
     makes_zeros: bool = False  # zeros that the steps after it must keep
     turns_states: bool = False  # hidden states between blocks are no longer those of the model as it was
+    tells_outputs: bool = False  # what linears put out is as it was, or `begin` says how it is turned
 
     def scheme(self, scheme: Scheme) -> Scheme:
         """The scheme of the matrices once this transform has been applied: `scheme` unless it decides something."""
@@ -188,7 +198,7 @@ class Transform(Step):
 
 class Solver(Step):
     keeps_zeros: bool = False  # a weight that is zero stays zero
-    needs_outputs: bool = False  # of linears, as they are in the model as it was
+    needs_outputs: bool = False  # of linears, as they are before anything is rounded
     needs_states: bool = False  # between blocks, as they are in the model as it was
 
     def check(self, name: str, shape: tuple[int, int], scheme: Scheme) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tokenmill.checkpoint.description import ModelDescription
 from tokenmill.model.formats.quantized import Scheme
-from tokenmill.quantize.base import Statistics
+from tokenmill.quantize.base import OutputTurn, Statistics
 from tokenmill.quantize.calibrate import CalibratedBlock, HiddenStates
 from tokenmill.quantize.fisher import linear_grams, output_roots
 from tokenmill.quantize.source import EMBEDDING, FINAL_NORM, HEAD, SourceModel, narrow, stored_norm
@@ -41,6 +41,7 @@ class Edges:
         self._source = source
         self._data = data
         self._replaced: dict[str, Tensor] = {}
+        self._turns: list[OutputTurn] = []
         self.description: ModelDescription = source.description
 
     def weight(self, name: str) -> Tensor:
@@ -70,7 +71,10 @@ class Edges:
 
     def linear_grams(self) -> dict[str, Tensor]:
         assert self._data is not None, "this job has no calibration data"
-        return linear_grams(self._source, self._data.sequences, self._data.device)
+        return linear_grams(self._source, self._data.sequences, self._data.device, self._turns)
+
+    def turn_outputs(self, turn: OutputTurn) -> None:
+        self._turns.append(turn)
 
     def remember(self, name: str, make: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
         workspace = None if self._data is None else self._data.workspace

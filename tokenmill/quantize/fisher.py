@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from tokenmill.model.formats.base import LinearWeight
+from tokenmill.quantize.base import OutputTurn
 from tokenmill.quantize.calibration_ops import CalibrationOps
 from tokenmill.quantize.divergence import final_norm, head_logits, run_block
 from tokenmill.quantize.source import HEAD, SourceModel
@@ -40,9 +41,11 @@ def output_roots(source: SourceModel, sequences: Tensor, device: torch.device = 
     return [_root(gram).to(_HOST) for gram in grams]
 
 
-def linear_grams(source: SourceModel, sequences: Tensor, device: torch.device = _HOST) -> dict[str, Tensor]:
+def linear_grams(
+    source: SourceModel, sequences: Tensor, device: torch.device = _HOST, turns: Sequence[OutputTurn] = ()
+) -> dict[str, Tensor]:
     """For each linear the mean outer product of the gradients by its output, [out, out]; of more than 1,024 outputs
-    [out, 256], the tiles along its diagonal."""
+    [out, 256], the tiles along its diagonal. `turns`: orthogonal, what transforms will do to the outputs."""
     names = list(source.layer_linears())
     grams, tokens = {}, 0
     for name in names:
@@ -50,6 +53,8 @@ def linear_grams(source: SourceModel, sequences: Tensor, device: torch.device = 
         grams[name] = torch.zeros(rows, _gram_width(rows), device=device)
     for index, by_block, by_output in _backwards(source, sequences, GRAM_SEQUENCES, names, device):
         for name, slopes in by_output.items():
+            for turn in turns:
+                slopes = turn(index, name, slopes)
             tile = grams[name].shape[1]
             for begin in range(0, slopes.shape[1], tile):
                 part = slopes[:, begin : begin + tile]

@@ -117,7 +117,7 @@ def build_recipe(request: RecipeRequest, shapes: Mapping[str, tuple[int, int]]) 
     _refuse_lost_zeros(request.method, steps)
     for step in steps[:-1]:
         assert isinstance(step, Transform)
-        if (solver.needs_states and step.turns_states) or (solver.needs_outputs and not step.makes_zeros):
+        if (solver.needs_states and step.turns_states) or (solver.needs_outputs and not step.tells_outputs):
             raise UserError(f"{solver.name}: this metric does not go with {step.name}", "use --option metric=plain")
     for name, each in scheme_of.items():
         solver.check(name, shapes[name], each)

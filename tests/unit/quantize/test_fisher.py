@@ -9,8 +9,11 @@ import torch
 from torch import Tensor
 
 from tests.unit.quantize.methods.tiny_blocks import LENGTH, TinyModel
+from tokenmill.quantize.calibrate import CalibratedBlock, HiddenStates
 from tokenmill.quantize.divergence import head_logits, run_block
+from tokenmill.quantize.edges import Edges, JobData
 from tokenmill.quantize.fisher import gram_bytes, linear_grams, output_roots
+from tokenmill.quantize.methods.rotation import Rotation
 from tokenmill.quantize.source import HEAD
 
 
@@ -47,6 +50,44 @@ def test_it_repeats(tmp_path: Path) -> None:
     model = TinyModel("llama", tmp_path)
     for one, other in zip(*(output_roots(model.source, model.ids) for _ in range(2)), strict=True):
         assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("options", [{}, {"residual": False}, {"heads": False}])
+def test_an_error_costs_the_same_in_a_rotated_model(options: dict[str, bool], tmp_path: Path) -> None:
+    """tr(G D A D^T) of an error of any linear, before and after everything in it is rotated."""
+    model, rotation = TinyModel("llama", tmp_path), Rotation(options)
+    data = JobData(model.ids, 6, torch.device("cpu"), {})
+    grams = Edges(model.source, data).linear_grams()
+    edges = Edges(model.source, data)
+    rotation.begin(edges)
+    turned = edges.linear_grams()
+    generator = torch.Generator().manual_seed(5)
+    states = [HiddenStates(each.embed(model.ids), batch=6) for each in (model.edges, edges)]
+    changed = set()
+    for index in range(model.source.num_blocks):
+        blocks = [CalibratedBlock(model.source, index, each) for each in states]
+        moved = CalibratedBlock(model.source, index, None)
+        rotation.apply(blocks[1], {})
+        errors = {
+            name: torch.randn(moved.weight(name).shape, generator=generator) for g in moved.groups for name in g.names
+        }
+        for name, error in errors.items():
+            moved.replace(name, moved.weight(name) + error)
+        rotation.apply(moved, {})
+        for group in blocks[0].groups:
+            before, after = (each.statistics(group, ("hessian",)).hessian for each in blocks)
+            assert before is not None
+            assert after is not None
+            for name in group.names:
+                error = moved.weight(name) - blocks[1].weight(name)
+                cost = ((grams[name] @ errors[name] @ before) * errors[name]).sum()
+                torch.testing.assert_close(((turned[name] @ error @ after) * error).sum(), cost, rtol=1e-3, atol=0)
+                if not torch.allclose(grams[name], turned[name], rtol=1e-2):
+                    changed.add(name.rpartition(".")[2])
+        for block in blocks:
+            block.advance()
+    residual, heads = options.get("residual", True), options.get("heads", True)
+    assert changed == {*(["o_proj", "down_proj"] if residual else []), *(["v_proj"] if heads else [])}
 
 
 def test_grams_of_linears_weigh_what_their_outputs_change(tmp_path: Path) -> None:

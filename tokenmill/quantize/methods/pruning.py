@@ -61,6 +61,7 @@ class Pruner(Transform):
     """Subclasses say which statistics of a group's input they need, and prune one matrix by them."""
 
     makes_zeros = True
+    tells_outputs = True
     kinds: ClassVar[tuple[str, ...]] = ()
 
     @dataclass(frozen=True, slots=True)

@@ -27,6 +27,7 @@ Turn = Callable[[Tensor], Tensor]  # rows x of float64 -> R x each
 class Rotation(Transform):
     name = "rotation"
     turns_states = True
+    tells_outputs = True
 
     @dataclass(frozen=True, slots=True)
     class Options:
@@ -43,6 +44,7 @@ class Rotation(Transform):
         return partial(signed_hadamard, seed=self.options.seed + 1 + index)
 
     def begin(self, model: ModelView) -> None:
+        model.turn_outputs(partial(self._turn_outputs, model.description.head_dim))
         if not self.options.residual:
             return
         refuse_normed_updates(model.description)
@@ -60,6 +62,13 @@ class Rotation(Transform):
                 self._rotate_residual(block, group)
             if self.options.heads and group.source is not None and group.source.endswith("v_proj"):
                 _rotate_heads(block, group, self.head_turn(block.index))
+
+    def _turn_outputs(self, head_dim: int, index: int, name: str, rows: Tensor) -> Tensor:
+        """As `apply` turns what a linear puts out."""
+        if self.options.heads and name.endswith("v_proj"):
+            return rotate_inputs(rows.reshape(-1, head_dim), self.head_turn(index)).view(rows.shape)
+        writes = name.endswith(("o_proj", "down_proj"))
+        return rotate_inputs(rows, self.residual_turn()) if self.options.residual and writes else rows
 
     def _rotate_residual(self, block: BlockView, group: LinearGroup) -> None:
         """Linears behind a norm read the residual stream; all others of a block write to it."""

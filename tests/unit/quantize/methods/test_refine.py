@@ -98,7 +98,8 @@ def test_bad_options_and_transforms_are_refused() -> None:
     for options, words in (((("metric", "fischer"),), "fisher"), ((("metric", "fisher"), ("sweeps", "0")), "sweeps")):
         with pytest.raises(UserError, match=words):
             build_recipe(RecipeRequest("gptq", 4, 32, True, options), shapes)
-    for method in ("awq+gptq", "rotation+gptq"):
-        with pytest.raises(UserError, match="does not go with"):
+    for method in ("awq+gptq", "rotation+awq+gptq"):
+        with pytest.raises(UserError, match="does not go with awq"):
             build_recipe(RecipeRequest(method, 4, 32, True, (("metric", "fisher"),)), shapes)
-    assert build_recipe(RecipeRequest("wanda+gptq", 4, 32, True, (("metric", "fisher"),)), shapes).solver.needs_outputs
+    for method in ("wanda+gptq", "rotation+gptq", "spinquant+gptq"):
+        assert build_recipe(RecipeRequest(method, 4, 32, True, (("metric", "fisher"),)), shapes).solver.needs_outputs
