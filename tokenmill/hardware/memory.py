@@ -34,10 +34,11 @@ class KVBudget:
     state_bytes: int = 0  # recurrent states: of all sequences that run at once, and snapshots
     num_state_slots: int = 0
     num_spare_states: int = 0  # beyond the slots, for steps that are launched before it is known that they are planned
+    fixed_bytes: int = 0  # of the store, beside its pages
 
     @property
     def nbytes(self) -> int:
-        return self.num_pages * self.page_bytes + self.state_bytes
+        return self.num_pages * self.page_bytes + self.fixed_bytes + self.state_bytes
 
 
 def kv_bytes_per_token(layout: KVLayout, page_bytes: int) -> float:
@@ -56,17 +57,20 @@ def plan_kv(
     share_of_available: float = DEFAULT_SHARE,
     prefix_caching: bool = False,
     queues_steps: bool = False,
+    fixed_bytes: int = 0,
 ) -> KVBudget:
     """Pages for `concurrency` requests of `context` tokens, within `memory` (stated) or a share of `available`.
 
-    Recurrent states come first: every sequence that runs has its own, whatever its length. With a prefix cache, some of
-    the rest is for snapshots of them; where steps are queued (`queues_steps`), some is for the states that these write.
+    What the store holds beside its pages (`fixed_bytes`) is taken off both. Recurrent states come next: every sequence
+    that runs has its own, whatever its length. With a prefix cache, some of the rest is for snapshots of them; where
+    steps are queued (`queues_steps`), some is for the states that these write.
     """
     one = layout.peak_pages(context)
     requested = one * concurrency
     if not page_bytes:  # the prefix cache may then name as many pages as it likes
         requested = max(requested, min(concurrency * ceil(context / layout.page_size), _MAX_EMPTY_PAGES))
-    total = memory or int(available * share_of_available)
+    available -= fixed_bytes
+    total = memory - fixed_bytes if memory else int(available * share_of_available)
     spares = _spare_states(layout, concurrency, total - one * page_bytes) if queues_steps else 0
     slots = _state_slots(layout, concurrency, total - layout.state_bytes * spares, prefix_caching)
     states = layout.state_bytes * (slots + spares)
@@ -77,21 +81,22 @@ def plan_kv(
             "lower --concurrency",
         )
     if memory:
-        pages, reason = _pages_in(memory - states, page_bytes, requested), "memory stated"
+        pages, reason = _pages_in(total - states, page_bytes, requested), "memory stated"
         if pages < one:
+            needed = one * page_bytes + states + fixed_bytes
             raise UserError(
-                f"a request of {context} tokens needs {(one * page_bytes + states) / 2**20:.1f} MiB of KV cache, "
+                f"a request of {context} tokens needs {needed / 2**20:.1f} MiB of KV cache, "
                 f"memory allows {memory / 2**20:.1f} MiB",
                 "lower --context" + " or --concurrency" * bool(states) + ", or raise --memory or "
                 "--gpu-memory-utilization",
             )
         pages = min(pages, requested)
     else:
-        share = _pages_in(int(available * share_of_available) - states, page_bytes, requested)
+        share = _pages_in(total - states, page_bytes, requested)
         pages = max(one, min(requested, share))
         reason = "context x concurrency" if pages == requested else f"{share_of_available:.0%} of free memory"
     full_requests = pages / one if page_bytes else float(concurrency)
-    return KVBudget(pages, page_bytes, full_requests, reason, states, slots, spares)
+    return KVBudget(pages, page_bytes, full_requests, reason, states, slots, spares, fixed_bytes)
 
 
 def _state_slots(layout: KVLayout, concurrency: int, memory: int, prefix_caching: bool) -> int:

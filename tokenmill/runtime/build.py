@@ -183,7 +183,6 @@ def _build(checkpoint: Checkpoint, config: ResolvedConfig, device: Device, seat:
     if seat is not None:
         model.group = seat.group
         layout = stage_layout(checkpoint.description, seat.place, layout)
-    page_bytes, fixed = choice.page_bytes(layout), choice.fixed_bytes(layout, config.concurrency)
     ranks = (1 if seat is None else seat.place.grid.size) * config.data_parallel_size
     free = _free_on_gpu(checkpoint, config, model) if on_gpu else available_memory() // ranks
     if on_gpu and config.serves_adapters:
@@ -191,11 +190,11 @@ def _build(checkpoint: Checkpoint, config: ResolvedConfig, device: Device, seat:
 
         free = max(0, free - _num_adapters(config, model) * slot_bytes(model, _max_rank(config)))
     stated = free if config.gpu_memory_utilization is not None else config.memory and config.memory // ranks
-    memory = 0 if stated is None else max(1, stated - fixed)
+    memory = 0 if stated is None else max(1, stated)
     share = _GPU_SHARE if on_gpu else DEFAULT_SHARE
     budget = plan_kv(
-        layout, page_bytes, context, config.concurrency, memory, free - fixed, share, config.prefix_caching,
-        queues_steps=model.table is not None,
+        layout, choice.page_bytes(layout), context, config.concurrency, memory, free, share, config.prefix_caching,
+        queues_steps=model.table is not None, fixed_bytes=choice.fixed_bytes(layout, config.concurrency),
     )  # fmt: skip
     if seat is not None:  # one page table for all ranks: as many pages as the one with the fewest has
         adapters = _num_adapters(config, model) if config.serves_adapters else 0
@@ -208,7 +207,7 @@ def _build(checkpoint: Checkpoint, config: ResolvedConfig, device: Device, seat:
         from tokenmill.runtime.ranks.choice import rank_executor
         from tokenmill.runtime.ranks.runner import RankedRunner
 
-        _log_memory(budget, store, fixed, config)
+        _log_memory(budget, store, config)
         rank = rank_executor(model, store, config, seat)
         if adapters:
             rank.hold_adapters(adapters, _max_rank(config))
@@ -218,7 +217,7 @@ def _build(checkpoint: Checkpoint, config: ResolvedConfig, device: Device, seat:
     executor, declined = choose_executor(config.executor, model, store, config)
     if not config.kernels:  # forcing a backend is asking for its speed
         _warn_of_fallback(executor.name, declined, device)
-    _log_memory(budget, store, fixed, config)
+    _log_memory(budget, store, config)
     if config.serves_adapters:
         executor.hold_adapters(_num_adapters(config, model), _max_rank(config))
     speculator = build_speculator(Target(model, store, executor, config))
@@ -256,13 +255,13 @@ def _use_threads(config: ResolvedConfig, device: Device, divided: bool) -> None:
         cpu.use_threads(config.threads)
 
 
-def _log_memory(budget: KVBudget, store: KVStore, fixed: int, config: ResolvedConfig) -> None:
+def _log_memory(budget: KVBudget, store: KVStore, config: ResolvedConfig) -> None:
     layout, context = store.layout, config.context
     _log.info(
         "KV cache: %d pages of %d tokens, predicted %.1f MiB, allocated %.1f MiB (%s); %.1f requests of %d tokens",
         budget.num_pages,
         layout.page_size,
-        (budget.nbytes + fixed) / 2**20,
+        budget.nbytes / 2**20,
         (store.nbytes + store.states.nbytes) / 2**20,
         budget.reason,
         budget.full_requests,

@@ -115,6 +115,22 @@ def test_memory_for_states_comes_first() -> None:
         plan_kv(layout, 100, context=64, concurrency=30, memory=0, available=10_000)
 
 
+def test_what_a_store_holds_beside_its_pages_is_taken_off() -> None:
+    layout = build_layout([FULL], 16)
+    pages = layout.peak_pages(64)
+
+    def budget(memory: int, available: int = 0, **options: int) -> KVBudget:
+        return plan_kv(layout, 100, 64, 3, memory, available, **options)
+
+    stated = budget(2 * pages * 100 + 700, fixed_bytes=700)
+    assert (stated.num_pages, stated.nbytes) == (2 * pages, 2 * pages * 100 + 700)
+    assert budget(2 * pages * 100 + 699, fixed_bytes=700).num_pages == 2 * pages - 1
+    shared = budget(0, 4 * 2 * pages * 100 + 700, fixed_bytes=700)  # a quarter of what is left then
+    assert (shared.num_pages, shared.fixed_bytes) == (2 * pages, 700)
+    with pytest.raises(UserError, match=r"needs 2\.0 MiB of KV cache, memory allows 1\.0 MiB"):
+        budget(1 << 20, fixed_bytes=2 << 20)
+
+
 def test_snapshots_of_states_are_bounded() -> None:
     layout = build_layout([STATE, FULL], 16)
 

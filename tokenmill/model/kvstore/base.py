@@ -73,7 +73,7 @@ class KVStore(ABC):
 
     @classmethod
     def fixed_bytes(cls, layout: KVLayout, sequences: int) -> int:  # noqa: ARG003
-        """Bytes in addition to the pages."""
+        """Bytes in addition to the pages, at most: buffers, and what `calibrate` settles."""
         return 0
 
     def prepare(self, batch: Batch) -> None:  # noqa: B027

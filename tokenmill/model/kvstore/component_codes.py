@@ -85,6 +85,11 @@ class ComponentRows:
         """What two processes must share to read each other's rows."""
         return [self.center, self.basis, self.spread, self.bits, self.levels]
 
+    def held(self) -> list[Tensor]:
+        """All tensors, those too that are worked out at the first use."""
+        kinds = [tensor for kind in self._kinds for tensor in kind]
+        return [*self.constants(), self.inverse, self._starts, *kinds]
+
     def moved(self, device: torch.device) -> ComponentRows:
         tensors = (self.center, self.basis, self.inverse, self.spread, self.bits, self.levels)
         center, basis, inverse, spread, bits, levels = (each.to(device) for each in tensors)
@@ -135,6 +140,18 @@ class ComponentRows:
         return ((low | high << 8) >> shift[:, None]) & ((1 << self.bits) - 1)[:, None]
 
 
+def held_bytes(heads: int, head_dim: int, measured: bool) -> int:
+    """At most, of `ComponentRows.held`; of rotated rows without the matrix and the levels, which all share."""
+    numbers = heads * head_dim * (4 + 4 + 8 + 8 + MAX_BITS)  # center, spread, bits, starts, kinds
+    bounds = (2 << MAX_BITS) * 4
+    return numbers + bounds + measured * (bounds + heads * 2 * head_dim * head_dim * 4)  # levels, basis, inverse
+
+
+def shared_bytes(head_dim: int) -> int:
+    """What all rotated rows hold together."""
+    return 4 * (head_dim * head_dim + (2 << MAX_BITS))
+
+
 def row_bytes(head_dim: int, bits: float) -> int:
     """Of a row with `bits` for each value."""
     if head_dim % 8:
@@ -145,19 +162,18 @@ def row_bytes(head_dim: int, bits: float) -> int:
 def rotated_rows(center: Tensor, num_bytes: int) -> ComponentRows:
     """Rows around `center` [kv_heads, head_dim] as a Hadamard matrix turns them; some components have a bit more."""
     heads, size = center.shape
-    basis = _hadamard_basis(size)
+    basis, levels = _hadamard_basis(size, center.device), _normal_levels(center.device)
     least, more = divmod(8 * (num_bytes - 1), size)
-    bits = torch.full((heads, size), least)
+    bits = torch.full((heads, size), least, device=center.device)
     bits[:, :more] += 1
-    levels, _ = _normal_levels()
     turn, back = (each.expand(heads, -1, -1) for each in (basis, basis.T))
-    return ComponentRows(center, turn, back, torch.ones(heads, size), bits, levels, num_bytes)
+    return ComponentRows(center, turn, back, torch.ones_like(center), bits, levels, num_bytes)
 
 
 @cache
-def _hadamard_basis(size: int) -> Tensor:
+def _hadamard_basis(size: int, device: torch.device) -> Tensor:
     """Shared by all layers."""
-    return Rotation(size).rotate(torch.eye(size, dtype=torch.float64)).float()
+    return Rotation(size).rotate(torch.eye(size, dtype=torch.float64)).float().to(device)
 
 
 def measured_rows(sample: Tensor, center: Tensor, metric: Tensor, num_bytes: int) -> ComponentRows:
@@ -210,9 +226,10 @@ def _fitted_levels(samples: Tensor) -> tuple[Tensor, list[float]]:
 
 
 @cache
-def _normal_levels() -> tuple[Tensor, list[float]]:
+def _normal_levels(device: torch.device) -> Tensor:
+    """Shared by all layers."""
     shares = (torch.arange(_LEVEL_SAMPLES, dtype=torch.float64) + 0.5) / _LEVEL_SAMPLES
-    return _fitted_levels(torch.special.ndtri(shares))
+    return _fitted_levels(torch.special.ndtri(shares))[0].to(device)
 
 
 def _allocate(energies: Sequence[float], errors: Sequence[float], total: int) -> list[int]:

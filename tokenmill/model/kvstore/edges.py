@@ -32,9 +32,18 @@ def native_slots(layout: KVLayout, edge_layers: int) -> tuple[int, ...]:
 
 
 def split_layout(layout: KVLayout, edge_layers: int) -> tuple[KVLayout, KVLayout]:
-    """The layouts of the native and of the coded slots. Only their sizes are used."""
-    native = len(native_slots(layout, edge_layers))
-    return replace(layout, layers_per_page=native), replace(layout, layers_per_page=layout.layers_per_page - native)
+    """The layouts of the native and of the coded slots, each with its own layers."""
+    native = native_slots(layout, edge_layers)
+    coded = [slot for slot in range(layout.layers_per_page) if slot not in native]
+
+    def part(slots: Sequence[int]) -> KVLayout:
+        groups = tuple(
+            replace(group, layers=tuple(group.layers[slot] for slot in slots if slot < len(group.layers)))
+            for group in layout.groups
+        )
+        return replace(layout, layers_per_page=len(slots), groups=groups)
+
+    return part(native), part(coded)
 
 
 class EdgeStore(KVStore):

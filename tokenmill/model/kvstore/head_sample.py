@@ -19,7 +19,7 @@ class HeadSample:
     """Of one layer, on the host. Keys are as they were before rotary positions."""
 
     keys: Tensor  # float32 [N, kv_heads, head_dim]
-    values: Tensor
+    value_mean: Tensor  # float32 [kv_heads, head_dim]
     # Of first tokens [M, kv_heads, head_dim]: attention sinks, unlike all others. Row 0 is of the token that begins
     # every text of the model, where there is one (`begins`).
     first_keys: Tensor

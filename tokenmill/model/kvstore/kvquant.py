@@ -8,7 +8,7 @@ be rotated when they are read; torch does that before attention. Where this diff
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from hashlib import sha256
 from typing import ClassVar
 
@@ -18,7 +18,14 @@ from torch import Tensor
 from tokenmill.hardware.kv_layout import KVLayout
 from tokenmill.kernels import ref
 from tokenmill.model.kvstore.base import KVStore
-from tokenmill.model.kvstore.component_codes import ComponentRows, measured_rows, rotated_rows, row_bytes
+from tokenmill.model.kvstore.component_codes import (
+    ComponentRows,
+    held_bytes,
+    measured_rows,
+    rotated_rows,
+    row_bytes,
+    shared_bytes,
+)
 from tokenmill.model.kvstore.head_sample import HeadSample
 from tokenmill.model.layers.rotary import RotaryTable
 from tokenmill.types import Batch
@@ -56,12 +63,10 @@ class _LayerCodes:
     keys: _Side
     values: _Side
     rotary: RotaryTable | None = None
-    inverse: RotaryTable | None = None
 
-    def constants(self) -> list[Tensor]:
-        return [
-            each for side in (self.keys, self.values) for rows in (side.rest, side.first) for each in rows.constants()
-        ]
+    @property
+    def rows(self) -> list[ComponentRows]:
+        return [rows for side in (self.keys, self.values) for rows in (side.rest, side.first)]
 
 
 class _KVQuantStore(KVStore):
@@ -79,11 +84,10 @@ class _KVQuantStore(KVStore):
         self._rows = [torch.empty(*shape, size, dtype=torch.uint8, device=device) for size in sizes]
         # Of each page: its number in the sequence, times the number of groups, plus its group.
         self._places = torch.zeros(1, num_pages, 1, dtype=torch.int32, device=device)
-        center = torch.zeros(layout.num_kv_heads, layout.head_dim)
-        sides = [rotated_rows(center, size).moved(device) for size in sizes]
+        center = torch.zeros(layout.num_kv_heads, layout.head_dim, device=device)
+        sides = [rotated_rows(center, size) for size in sizes]
         self._unmeasured = _LayerCodes(_Side(sides[0], sides[0]), _Side(sides[1], sides[1]))
         self._codes: dict[tuple[int, int], _LayerCodes] = {}  # by group and slot
-        self._inverses: dict[int, RotaryTable] = {}  # layers share tables
 
     @classmethod
     def _row_bytes(cls, layout: KVLayout) -> tuple[int, int]:
@@ -93,6 +97,12 @@ class _KVQuantStore(KVStore):
     def page_bytes(cls, layout: KVLayout) -> int:
         rows = layout.layers_per_page * layout.page_size * layout.num_kv_heads
         return rows * sum(cls._row_bytes(layout)) + _PLACE_BYTES
+
+    @classmethod
+    def fixed_bytes(cls, layout: KVLayout, sequences: int) -> int:  # noqa: ARG003
+        """Of the codes of every layer: keys and values, each of first tokens too."""
+        rows = [held_bytes(layout.num_kv_heads, layout.head_dim, measured) for measured in (True, False)]
+        return 2 * sum(rows) * sum(len(group.layers) for group in layout.groups) + shared_bytes(layout.head_dim)
 
     @property
     def calibrates(self) -> bool:
@@ -104,23 +114,23 @@ class _KVQuantStore(KVStore):
         unit = torch.eye(self.layout.head_dim, dtype=torch.float64)
         metric = sample.query_moment / energy + _QUERY_RIDGE * unit
         keys = [
-            measured_rows(_spread_out(heads, center), center, metric, key_bytes)
-            for heads, center in _centered(sample.keys, sample.first_keys, sample.begins)
+            measured_rows(_spread_out(heads, center), center, metric, key_bytes).moved(self.device)
+            for heads, center in (
+                (sample.keys, sample.keys.mean(0)),
+                (sample.first_keys, _first_center(sample.first_keys, sample.begins)),
+            )
         ]
         values = [
-            rotated_rows(center, value_bytes)
-            for _, center in _centered(sample.values, sample.first_values, sample.begins)
+            rotated_rows(center.to(self.device), value_bytes)
+            for center in (sample.value_mean, _first_center(sample.first_values, sample.begins))
         ]
-        sides = [_Side(*(rows.moved(self.device) for rows in side)) for side in (keys, values)]
-        table = sample.rotary
-        inverse = None if table is None else self._inverses.setdefault(id(table), _inverse(table))
-        self._codes[group, slot] = _LayerCodes(sides[0], sides[1], table, inverse)
+        self._codes[group, slot] = _LayerCodes(_Side(*keys), _Side(*values), sample.rotary)
 
     def meaning(self) -> str:
         digest = sha256()
         for place, codes in sorted(self._codes.items()):
             digest.update(repr(place).encode())
-            for tensor in codes.constants():
+            for tensor in [each for rows in codes.rows for each in rows.constants()]:
                 digest.update(tensor.float().cpu().numpy().tobytes())
         return f"{self.name}-{digest.hexdigest()[:16]}"
 
@@ -136,8 +146,8 @@ class _KVQuantStore(KVStore):
         number, codes = self._located(slot, page)
         positions = number * size + offset
         keys, values = (rows.float().view(rows.shape[0], self.layout.num_kv_heads, -1) for rows in (k, v))
-        if codes.inverse is not None:
-            keys = _rotated(keys, positions, codes.inverse)
+        if codes.rotary is not None:
+            keys = _rotated_back(keys, positions, codes.rotary)
         for heads, side, rows in zip((keys, values), (codes.keys, codes.values), self._rows, strict=True):
             rows[slot, page, :, offset] = side.encode(heads, positions)
 
@@ -189,12 +199,15 @@ class _KVQuantStore(KVStore):
 
     @property
     def nbytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self.page_tensors())
+        held = [each for codes in self._codes.values() for rows in codes.rows for each in rows.held()]
+        # Of memory, because a tensor may be shared, or a part of a larger one that stays with it
+        memory = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in held}
+        return sum(tensor.nbytes for tensor in self.page_tensors()) + sum(memory.values())
 
 
-def _centered(rest: Tensor, first: Tensor, begins: bool) -> list[tuple[Tensor, Tensor]]:
-    """Tokens and their center; then first tokens, around the one that begins every text where there is one."""
-    return [(rest, rest.mean(0)), (first, first[0] if begins else first.mean(0))]
+def _first_center(heads: Tensor, begins: bool) -> Tensor:
+    """Of first tokens: the one that begins every text, where there is one."""
+    return heads[0].clone() if begins else heads.mean(0)  # a copy, as a row would keep the whole sample
 
 
 def _spread_out(heads: Tensor, center: Tensor) -> Tensor:
@@ -211,10 +224,12 @@ def _rotated(heads: Tensor, positions: Tensor, table: RotaryTable) -> Tensor:
     return rows.view_as(heads)
 
 
-def _inverse(table: RotaryTable) -> RotaryTable:
-    """The table that undoes this one, which may scale too."""
-    square = table.cos.square() + table.sin.square()
-    return replace(table, cos=table.cos / square, sin=-table.sin / square)
+def _rotated_back(heads: Tensor, positions: Tensor, table: RotaryTable) -> Tensor:
+    """What `_rotated` makes into these; a table may scale too."""
+    cos, sin = table.cos[positions], table.sin[positions]
+    square = cos.square() + sin.square()
+    own = RotaryTable(cos / square, -sin / square, table.interleaved)
+    return _rotated(heads, torch.arange(len(heads), device=heads.device), own)
 
 
 class KVQuantK3V4Store(_KVQuantStore):

@@ -1,13 +1,16 @@
 """Measures heads on real text for KV stores whose codes follow from it (model/kvstore/head_sample.py).
 
-One step computes some sequences of the built-in text, or of the user's own, and first tokens of others: attention sinks
-that a store codes apart. Keys and queries are taken before rotary positions; how queries some way behind meet a key is
-averaged over distances, near ones more than far ones, as attention is. Called once, by build.py, on every rank alike.
+Steps compute some sequences of the built-in text, or of the user's own, one after the other, and first tokens of
+others: attention sinks that a store codes apart. Keys and queries are taken before rotary positions; how queries some
+way behind meet a key is averaged over distances, near ones more than far ones, as attention is. Called once, by
+build.py, on every rank alike.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -27,7 +30,6 @@ from tokenmill.model.layers.rotary import RotaryTable
 from tokenmill.model.loader import LoadedModel
 from tokenmill.runtime.executors.eager import EagerExecutor
 from tokenmill.runtime.observation.default_text import default_text
-from tokenmill.runtime.observation.heads import Add
 from tokenmill.runtime.observation.key_conditioning import MeasuringOps, pseudo_random_tokens, query_moment
 from tokenmill.types import Batch
 
@@ -48,25 +50,18 @@ def calibrate_store(
     on_gpu, parts = model.table is not None, config.tensor_parallel_size * config.context_parallel_size
     if config.pipeline_parallel_size > 1 or (on_gpu and parts > 1):
         raise UserError(
-            f"KV pages of type {store.name} are calibrated in one step over all layers, not by these ranks",
+            f"KV pages of type {store.name} are calibrated over all layers together, not by these ranks",
             "use --tensor-parallel-size on a CPU, or another --kv-cache-dtype",
         )
     began = time.perf_counter()
     length = min(_LENGTH, context)
     ids, begins, origin = _calibration_ids(checkpoint, config)
     places = {layer: store.layout.place(layer) for group in store.layout.groups for layer in group.layers}
-
-    def add(
-        spec: AttentionSpec,
-        queries: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        tables: tuple[RotaryTable | None, RotaryTable | None],
-    ) -> None:
-        if spec.layer in places:
-            store.calibrate(*places[spec.layer], _sample(spec, queries, keys, values, tables, bool(begins), length))
-
-    _compute(model, config, _sequences(ids, begins, length), add)
+    found = {layer: _Heads() for layer in places}
+    # No more where more are allowed: the last bits, and so the codes, then do not depend on the option.
+    _compute(model, config, _sequences(ids, begins, length), min(config.batch_tokens, _LENGTH), found)
+    for layer in sorted(found):
+        store.calibrate(*places[layer], found.pop(layer).sample(bool(begins)))
     _log.info("KV pages are calibrated on %s: %.2f s", origin, time.perf_counter() - began)
 
 
@@ -109,67 +104,111 @@ def _sequences(ids: list[int], begins: list[int], length: int) -> list[list[int]
     return firsts + [begins + ids[int(number * step) :][:new] for number in range(count)]
 
 
-def _sample(
+class _Heads:
+    """What the steps so far have shown of a layer, on the host. Of queries and values it is sums, not all of them."""
+
+    def __init__(self) -> None:
+        self._keys: list[Tensor] = []
+        self._value_sum = self._moment_sum = torch.zeros((), dtype=torch.float64)
+        self._firsts: list[tuple[Tensor, Tensor]] = []
+        self._key_table: RotaryTable | None = None
+
+    def add_firsts(self, keys: Tensor, values: Tensor) -> None:
+        self._firsts.append((keys.cpu(), values.cpu()))
+
+    def add(
+        self, queries: Tensor, keys: Tensor, values: Tensor, tables: tuple[RotaryTable | None, RotaryTable | None]
+    ) -> None:
+        query_table, self._key_table = tables
+        if query_table is not None:  # two positions say how far each pair turns, and whole tables are large
+            cos, sin = (table[:2].cpu() for table in (query_table.cos, query_table.sin))
+            query_table = RotaryTable(cos, sin, query_table.interleaved)
+        moment = query_moment(queries.cpu().unflatten(1, (keys.shape[1], -1)), query_table, _DISTANCES)
+        self._moment_sum = self._moment_sum + moment * len(queries)
+        self._value_sum = self._value_sum + values.cpu().double().sum(0)
+        self._keys.append(keys.cpu())
+
+    def sample(self, begins: bool) -> HeadSample:
+        keys = torch.cat(self._keys)
+        mean, moment = (self._value_sum / len(keys)).float(), self._moment_sum / len(keys)
+        first_keys, first_values = (torch.cat(each) for each in zip(*self._firsts, strict=True))
+        return HeadSample(keys, mean, first_keys, first_values, begins, moment, self._key_table)
+
+
+@torch.inference_mode()
+def _compute(
+    model: LoadedModel, config: ResolvedConfig, sequences: list[list[int]], most: int, found: dict[int, _Heads]
+) -> None:
+    """At most `most` tokens at once."""
+    layout = build_layout(model.decoder.kv_layers(), _PAGE)
+    groups, on_gpu = len(layout.groups), model.table is not None
+    pages = str(model.table.dtype).removeprefix("torch.") if model.table is not None else "float32"
+    runs = list(_runs(sequences, most))
+    num_pages, most_rows = max(groups * len(run) * _pages_of(run) for run in runs), max(map(len, runs))
+    store = KV_STORES.get(pages)(layout, num_pages, model.device, model.kernels, most_rows)
+    executor = None if on_gpu else EagerExecutor(model, store, config)
+    for run in runs:
+        store.states.clear(range(len(run)))
+        for begin in range(0, max(map(len, run)), most):
+            batch = _batch(model.device, run, begin, begin + most, groups)
+            add = partial(_add, found, batch, len(run[0]) == 1)
+            if executor is not None:
+                model.decoder.forward(MeasuringOps(executor, batch, add))
+                continue
+            from tokenmill.runtime.observation.device_conditioning import measure_on_device
+
+            measure_on_device(model, store, batch, add)
+
+
+def _add(
+    found: dict[int, _Heads],
+    batch: Batch,
+    firsts: bool,
     spec: AttentionSpec,
     queries: Tensor,
     keys: Tensor,
     values: Tensor,
     tables: tuple[RotaryTable | None, RotaryTable | None],
-    begins: bool,
-    length: int,
-) -> HeadSample:
-    """`length`: of the sequences of text; their first tokens are left out, as others stand for them."""
-    firsts = _FIRSTS + begins  # those of `_sequences`
-    keys, values, queries = (rows.cpu() for rows in (keys, values, queries))
-    on_host = tables[0] and RotaryTable(tables[0].cos.cpu(), tables[0].sin.cpu(), tables[0].interleaved)
-    queries, later_keys, later_values = (
-        rows[firsts:].unflatten(0, (-1, length))[:, 1:].flatten(0, 1) for rows in (queries, keys, values)
-    )
-    moment = query_moment(queries.unflatten(1, (spec.num_kv_heads, -1)), on_host, _DISTANCES)
-    return HeadSample(later_keys, later_values, keys[:firsts], values[:firsts], begins, moment, tables[1])
+) -> None:
+    if spec.layer not in found:
+        return
+    later = batch.positions > 0  # the first token of a text is left out, as others stand for it
+    if firsts:
+        found[spec.layer].add_firsts(keys, values)
+    elif bool(later.any()):
+        found[spec.layer].add(queries[later], keys[later], values[later], tables)
 
 
-@torch.inference_mode()
-def _compute(model: LoadedModel, config: ResolvedConfig, sequences: list[list[int]], add: Add) -> None:
-    layout = build_layout(model.decoder.kv_layers(), _PAGE)
-    groups, on_gpu = len(layout.groups), model.table is not None
-    pages = str(model.table.dtype).removeprefix("torch.") if model.table is not None else "float32"
-    batch, num_pages = _batch(model.device, sequences, groups)
-    store = KV_STORES.get(pages)(layout, num_pages, model.device, model.kernels, len(sequences))
-    store.states.clear(range(len(sequences)))
-    if on_gpu:
-        from tokenmill.runtime.observation.device_conditioning import measure_on_device
-
-        measure_on_device(model, store, batch, add)
-    else:
-        model.decoder.forward(MeasuringOps(EagerExecutor(model, store, config), batch, add))
+def _runs(sequences: list[list[int]], most: int) -> Iterator[list[list[int]]]:
+    """What is in pages at the same time: first tokens, as many as may be computed at once, or one text."""
+    firsts = [each for each in sequences if len(each) == 1]
+    for begin in range(0, len(firsts), most):
+        yield firsts[begin : begin + most]
+    yield from ([each] for each in sequences if len(each) > 1)
 
 
-def _batch(device: torch.device, sequences: list[list[int]], groups: int) -> tuple[Batch, int]:
-    """Sequences that begin, and the pages that they need."""
-    lengths = [len(each) for each in sequences]
-    width, num_pages = -(-max(lengths) // _PAGE), 0
-    tables = torch.full((groups, len(sequences), width), -1, dtype=torch.int32)
-    slots: list[Tensor] = []
-    for group in range(groups):
-        rows = []
-        for number, length in enumerate(lengths):
-            count = -(-length // _PAGE)
-            tables[group, number, :count] = torch.arange(num_pages, num_pages + count)
-            rows.append(num_pages * _PAGE + torch.arange(length))
-            num_pages += count
-        slots.append(torch.cat(rows).to(device))
-    starts = torch.tensor([0, *lengths]).cumsum(0)
-    batch = Batch(
-        token_ids=torch.tensor([token for each in sequences for token in each], device=device),
-        positions=torch.cat([torch.arange(length) for length in lengths]).to(device),
-        query_starts=starts.to(device, torch.int32),
-        seq_lens=torch.tensor(lengths, dtype=torch.int32, device=device),
-        slots=tuple(slots),
-        block_tables=tuple(table.to(device) for table in tables),
+def _pages_of(run: list[list[int]]) -> int:
+    """Of each of its sequences, in each group."""
+    return -(-max(map(len, run)) // _PAGE)
+
+
+def _batch(device: torch.device, run: list[list[int]], begin: int, end: int, groups: int) -> Batch:
+    """These tokens of each sequence of a run."""
+    parts, width = [each[begin:end] for each in run], _pages_of(run)
+    lengths = [len(part) for part in parts]
+    tables = torch.arange(groups * len(run) * width).view(groups, len(run), width)
+    positions = torch.cat([torch.arange(begin, begin + length) for length in lengths])
+    rows = torch.arange(len(run)).repeat_interleave(torch.tensor(lengths))
+    slots = tables[:, rows, positions // _PAGE] * _PAGE + positions % _PAGE
+    return Batch(
+        token_ids=torch.tensor([token for part in parts for token in part], device=device),
+        positions=positions.to(device),
+        query_starts=torch.tensor([0, *lengths]).cumsum(0).to(device, torch.int32),
+        seq_lens=torch.tensor([begin + length for length in lengths], dtype=torch.int32, device=device),
+        slots=tuple(slots.to(device)),
+        block_tables=tuple(tables.to(device, torch.int32)),
         logit_rows=torch.zeros(0, dtype=torch.int64, device=device),
         max_query=max(lengths),
-        max_seq=max(lengths),
-        state_slots=torch.arange(len(sequences), device=device),
+        max_seq=begin + max(lengths),
+        state_slots=torch.arange(len(run), device=device),
     )
-    return batch, num_pages

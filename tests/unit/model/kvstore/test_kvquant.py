@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -40,7 +41,7 @@ def keys_like(count: int, seed: int) -> Tensor:
 def sample(rotary: RotaryTable | None = ROTARY, seed: int = 3) -> HeadSample:
     keys, firsts = keys_like(600, seed), 10 * normal(HEADS, DIM, seed=4) + 0.1 * normal(40, HEADS, DIM, seed=5)
     moment = torch.eye(DIM, dtype=torch.float64).expand(HEADS, -1, -1)
-    return HeadSample(keys, normal(600, HEADS, DIM, seed=6), firsts, firsts, False, moment, rotary)
+    return HeadSample(keys, torch.zeros(HEADS, DIM), firsts, firsts, False, moment, rotary)
 
 
 def make(seed: int = 3, rotary: RotaryTable | None = ROTARY) -> KVQuant3Store:
@@ -133,7 +134,7 @@ def test_layers_that_share_a_slot_have_codes_of_their_own() -> None:
     store = KVQuant3Store(layout, 10, CPU)
     store.calibrate(0, 0, sample(None))
     far = sample(None, seed=11)
-    moved = HeadSample(far.keys + 50, far.values, far.first_keys, far.first_values, False, far.query_moment, None)
+    moved = replace(far, keys=far.keys + 50)
     store.calibrate(1, 0, moved)
     batch = step(SIZE, 2 * SIZE)
     slots = (batch.slots[0], batch.slots[0] + SIZE)
@@ -198,6 +199,36 @@ def test_edge_layers_stay_native_and_the_others_are_calibrated() -> None:
     for slot in range(4):
         store.calibrate(0, slot, sample())
     assert store.meaning() != before
+
+
+def test_memory_beside_the_pages_is_what_was_promised() -> None:
+    """Of a store that begins texts with a token of their own, too: of the sample nothing may be kept."""
+    layers = [LayerKV("sliding", HEADS, DIM, 16)] * 3 + [LayerKV("full", HEADS, DIM)] * 2  # a slot stays empty
+    layout = build_layout(layers, SIZE)
+    store = KVQuant3Store(layout, 10, CPU)
+    pages = 10 * store.page_bytes(layout)
+    assert store.nbytes == pages
+    for layer in range(5):
+        store.calibrate(*layout.place(layer), replace(sample(seed=layer), begins=True))
+    promised = store.fixed_bytes(layout, 1)
+    assert 0.95 * promised < store.nbytes - pages <= promised
+    assert promised > 5 * HEADS * 4 * DIM * DIM * 4  # two matrices of keys, two of first keys
+    write(store, [0, 60])
+    stored(store, 60)
+    assert store.nbytes - pages <= promised
+
+
+def test_native_layers_hold_nothing_beside_the_pages() -> None:
+    layers = [LayerKV("full", HEADS, DIM)] * 4
+    layout = build_layout(layers, SIZE)
+    of = {edges: choose_store("kvquant3", edges, layers, CPU) for edges in (0, 1)}
+    fixed = {edges: choice.fixed_bytes(layout, 1) for edges, choice in of.items()}
+    one = (fixed[0] - fixed[1]) / 2
+    assert one > HEADS * 4 * DIM * DIM * 4
+    store = of[1].build(layout, 10, CPU, "", 1)
+    for slot in range(4):
+        store.calibrate(0, slot, sample())
+    assert 0.9 * fixed[1] < store.nbytes - 10 * of[1].page_bytes(layout) <= fixed[1]
 
 
 def test_latent_rows_are_declined() -> None:
