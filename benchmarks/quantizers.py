@@ -64,6 +64,7 @@ OURS = (
     "spinquant",
     "spinquant+drawn",
     "spinquant+fisher",
+    "spinquant+long",
     "spinquant+trained",
 )
 _METHODS = {"spinquant": "spinquant+gptq"}  # a row's name -> what --method is, where it is another
@@ -75,6 +76,7 @@ _TUNING = {
     "drawn": ["--calibration-drawn", str(_DRAWN), "--tune-scales", "50"],
     "mended": ["--option", "metric=fisher"],
     "fisher": ["--option", "metric=fisher", "--calibration-drawn", str(_DRAWN), "--tune-scales", "80"],
+    "long": ["--option", "metric=fisher", "--calibration-drawn", "512", "--tune-scales", "200"],
     "short": [*_FROM_GPTQ, "--option", "iterations=50"],
     "best": [
         *(*_FROM_GPTQ, "--option", "iterations=100", "--option", "metric=fisher"),
