@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import median
 
 import torch
 from torch import Tensor
@@ -30,6 +31,8 @@ _FACTORS = (2.0, 0.5)  # by which the worth of a kind is changed in a repair
 _PASSES = 5.0  # of the calibration text: for the importance, and for the error feedback of each group
 _TRIES = 4  # of meeting a limit of divergence
 _MOST_PROBED_BITS = 5.6
+_FITTING = 1e-3  # share of the error of a matrix's worst type: what errs less than that fits it
+_LEAST_WORTH = 0.1  # of the median of a kind
 _SHORT, _LONG = 64, 128  # tokens of a sequence that matrices are measured on one by one, and whole choices
 _QUICK_BUDGET = 150.0  # seconds that measuring the matrices one by one may take before they are put together
 
@@ -115,6 +118,7 @@ class MixSearch:
             done += len(batch)
             self._rounder.forget()
             progress(done, len(units), (time.monotonic() - started) / done * (len(units) - done))
+        self._raise_least()
 
     def choose(self, request: MixRequest) -> TypeChoice:
         """The best choice of types for the request, measured as a whole."""
@@ -199,15 +203,24 @@ class MixSearch:
         return best
 
     def _probe_type(self, matrix: Matrix) -> str:
-        """The type of llama.cpp's mix, or the nearest smaller one that shows something: neither what the source holds
-        nor one whose divergence is lost among rounding errors."""
+        """The type of llama.cpp's mix, or the nearest smaller one that shows something: neither one that fits the
+        weights (they were on its grid once) nor one whose divergence is lost among rounding errors."""
+        errors = self._errors[matrix.slot]
+        telling = [name for name in matrix.types if errors[name] > _FITTING * max(errors.values())] or [*matrix.types]
         likely = matrix.default if matrix.default in matrix.types else matrix.types[0]
-        if likely != matrix.stored and TYPES[likely].bits_per_value <= _MOST_PROBED_BITS:
+        if likely in telling and TYPES[likely].bits_per_value <= _MOST_PROBED_BITS:
             return likely
-        others = [name for name in matrix.types if name != matrix.stored] or [likely]
         bits = min(TYPES[likely].bits_per_value, _MOST_PROBED_BITS)
-        smaller = [name for name in others if TYPES[name].bits_per_value <= bits]
-        return max(smaller, key=matrix.nbytes) if smaller else min(others, key=matrix.nbytes)
+        smaller = [name for name in telling if TYPES[name].bits_per_value <= bits]
+        return max(smaller, key=matrix.nbytes) if smaller else min(telling, key=matrix.nbytes)
+
+    def _raise_least(self) -> None:
+        """No matrix is worth nothing, whatever a few hundred tokens say: it would get the smallest type of all."""
+        for kind in self._scale:
+            slots = [each.slot for each in self.matrices if each.kind == kind]
+            least = _LEAST_WORTH * median(self._worth[slot] for slot in slots)
+            for slot in slots:
+                self._worth[slot] = max(self._worth[slot], least)
 
 
 def check_budget(matrices: Sequence[Matrix], request: MixRequest) -> None:

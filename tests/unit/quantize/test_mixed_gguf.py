@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from tests.parity import tiny_models
 from tests.unit.quantize.ggml.test_export import save_tokenizer
@@ -16,6 +18,7 @@ from tokenmill.checkpoint.open import open_checkpoint
 from tokenmill.errors import UserError
 from tokenmill.quantize.divergence import BlockWeights, DivergenceProbe
 from tokenmill.quantize.finish import GateRequest
+from tokenmill.quantize.ggml.blocks import BLOCK_TYPES, dequantize, quantize
 from tokenmill.quantize.gguf_job import GGUFJob, run_gguf_job
 from tokenmill.quantize.source import SourceModel
 
@@ -55,6 +58,25 @@ def divergence(job: GGUFJob, path: Path) -> float:
     quantized = SourceModel(open_checkpoint(path), LENGTH)
     names = [*quantized.edge_names(), *quantized.layer_linears()]
     return probe.measure([{name: quantized.read_edge(name) for name in names}])[0]
+
+
+def test_weights_that_were_on_a_types_grid_are_not_taken_for_worthless(job: GGUFJob, tmp_path: Path) -> None:
+    """Rounding such a matrix to that type alone changes nothing, which says nothing of the other types."""
+    model = tmp_path / "model"
+    shutil.copytree(job.model, model, ignore=shutil.ignore_patterns("out*", "plain*", "mixed*"))
+    tensors = load_file(model / "model.safetensors")
+    for name, weight in tensors.items():
+        if name.endswith(("o_proj.weight", "gate_proj.weight", "up_proj.weight")):
+            tensors[name] = dequantize("Q4_K", quantize("Q4_K", weight.float(), None)).to(weight.dtype)
+    save_file(tensors, model / "model.safetensors", {"format": "pt"})
+    types = tuple(name for name in BLOCK_TYPES if name not in ("Q5_K", "Q6_K", "Q8_0"))
+    there = replace(job, model=str(model), type_name="Q4_K_M")
+    plain = replace(there, method="imatrix", out=tmp_path / "plain.gguf")
+    mixed = replace(there, out=tmp_path / "mixed.gguf", types=types)
+    theirs, ours = run(plain), run(mixed)
+    assert ours["bytes"] <= theirs["bytes"]
+    found = {layer["name"]: layer["type_name"] for layer in ours["layers"]}
+    assert not {"TQ1_0", "TQ2_0", "Q2_K"} & set(found.values()), found
 
 
 def test_fewer_bytes_and_less_divergence_than_the_mix(job: GGUFJob, tmp_path: Path) -> None:
