@@ -111,4 +111,4 @@ def more_bytes(weights: int) -> int:
 
 def more_operations(weights: int, steps: int) -> float:
     """Rounding, its gradient and Adam's step of each weight, in operations of a product of the same time."""
-    return 400.0 * weights * steps
+    return 3000.0 * weights * steps
