@@ -17,14 +17,17 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from tokenmill.errors import UserError
+from tokenmill.log import get_logger
 from tokenmill.model.formats.quantized import QuantizedMatrix
 from tokenmill.quantize.methods.qat import TrainedMatrix
 from tokenmill.quantize.recipe import Recipe
 from tokenmill.quantize.tune import TuneOptions
 from tokenmill.quantize.workspace import Workspace
 
+_log = get_logger(__name__)
 RATE = 3e-3  # of a code, in steps of its grid
 _SCALES, _NORMS = 0.1, 0.1  # shares of it
+_MEASURED_BITS = 2  # at which it wins
 _NEAREST = 0.49  # of a step, that a weight may lie from its code
 
 
@@ -38,6 +41,8 @@ def check_trainable(steps: int, tune: int, recipe: Recipe) -> None:
         raise UserError(f"--train-codes trains integers, not what {recipe.method} makes", "use gptq or qat")
     if any(step.makes_zeros for step in recipe.transforms):
         raise UserError("--train-codes would fill what was pruned", "leave one of the two out")
+    if recipe.scheme.bits > _MEASURED_BITS:
+        _log.warning("--train-codes lost to --option metric=fisher at 3 and 4 bits, where it was measured")
 
 
 def training_options(steps: int) -> TuneOptions:
