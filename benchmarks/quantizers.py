@@ -65,7 +65,7 @@ OURS = (
     "spinquant+drawn",
     "spinquant+fisher",
     "spinquant+long",
-    "spinquant+trained",
+    "gptq+trained",
 )
 _METHODS = {"spinquant": "spinquant+gptq"}  # a row's name -> what --method is, where it is another
 _DRAWN = 128

@@ -107,8 +107,9 @@ class BlockView(Protocol):
         ...
 
 
-# (index of a block, name of a linear, rows [tokens, out] like its outputs) -> the rows as a transform turns them.
-OutputTurn = Callable[[int, str, Tensor], Tensor]
+# (index of a block, its groups, name of a linear, rows [tokens, out] like its outputs) -> the rows as a transform turns
+# them.
+OutputTurn = Callable[[int, Sequence[LinearGroup], str, Tensor], Tensor]
 
 
 class ModelView(Protocol):

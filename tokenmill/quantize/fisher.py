@@ -54,7 +54,7 @@ def linear_grams(
     for index, by_block, by_output in _backwards(source, sequences, GRAM_SEQUENCES, names, device):
         for name, slopes in by_output.items():
             for turn in turns:
-                slopes = turn(index, name, slopes)
+                slopes = turn(index, source.groups(index), name, slopes)
             tile = grams[name].shape[1]
             for begin in range(0, slopes.shape[1], tile):
                 part = slopes[:, begin : begin + tile]

@@ -94,6 +94,16 @@ def states_plan(
     return batch, half
 
 
+def check_cap(forecast: Forecast, cap: int) -> None:
+    """Refuse a job whose later parts (the last pass, an adapter) do not fit either."""
+    if cap and forecast.memory_bytes > cap:
+        raise UserError(
+            f"the job needs about {forecast.memory_bytes / MIB:,.0f} MiB, more than --memory allows "
+            f"({cap / MIB:,.0f} MiB)",
+            f"give --memory {-(-forecast.memory_bytes // MIB)}MiB, or leave out what follows the blocks",
+        )
+
+
 def check_memory(cap: int) -> None:
     """Stop a job that has exceeded its memory cap."""
     peak = peak_bytes()

@@ -42,11 +42,28 @@ from tokenmill.quantize.drawn_text import with_drawing, with_drawn
 from tokenmill.quantize.drop_layers import MEASURED, check_droppable, choose_dropped
 from tokenmill.quantize.edges import Edges, JobData
 from tokenmill.quantize.finish import GATE_CONTEXT, GateRequest, conclude
-from tokenmill.quantize.forecast import MIB, Forecast, check_memory, forecast_job, gate_memory, output_bytes, peak_bytes
+from tokenmill.quantize.forecast import (
+    MIB,
+    Forecast,
+    check_cap,
+    check_memory,
+    forecast_job,
+    gate_memory,
+    output_bytes,
+    peak_bytes,
+)
 from tokenmill.quantize.kv_scales import KVPeaks, check_kv_scales
 from tokenmill.quantize.low_rank import check_low_rank, mend_block, save_pairs, with_low_rank, write_low_rank
 from tokenmill.quantize.mixed_job import choose_schemes
-from tokenmill.quantize.output import assemble, directory_bytes, file_digest, float_config, weight_files
+from tokenmill.quantize.output import (
+    assemble,
+    choose_dtype,
+    directory_bytes,
+    dtype_name,
+    file_digest,
+    float_config,
+    weight_files,
+)
 from tokenmill.quantize.recipe import MIXED, Recipe, RecipeRequest, build_recipe
 from tokenmill.quantize.source import SourceModel
 from tokenmill.quantize.train_codes import check_trainable
@@ -160,12 +177,12 @@ def prepare(job: QuantizeJob) -> PreparedJob:
     if job.drop_layers:
         source = SourceModel(checkpoint, length, _choose_dropped(job, path, source, device))
     shapes = {name: source.shape(name) for name in source.layer_linears()}
-    dtype = _choose_dtype(job.dtype, source)
+    dtype = choose_dtype(job.dtype, source)
     recipe = build_recipe(_within_size(job, source, dtype), shapes)
     file_format = _choose_format(job.format, recipe, shapes)
     if job.kv_scales:
         check_kv_scales(file_format, source.description)
-    float_config(checkpoint, source.description, _dtype_name(dtype))  # refused here rather than after hours
+    float_config(checkpoint, source.description, dtype_name(dtype))  # refused here rather than after hours
     if job.low_rank:
         check_low_rank(job.low_rank, recipe, job.last_pass.steps)
     check_trainable(job.train, job.tune, recipe)
@@ -183,6 +200,7 @@ def prepare(job: QuantizeJob) -> PreparedJob:
     if job.drawn:
         forecast = with_drawing(forecast, source, calibration is not None, job.drawn * length, device)
     check_room(device, forecast.device_bytes)
+    check_cap(forecast, job.memory)
     if job.gate.enabled and job.gate.in_turn and device.type == "cpu":
         forecast = _with_gate(forecast, job, max(size, sum(file.stat().st_size for file in weight_files(path))), source)
     free = shutil.disk_usage(job.out.absolute().parent).free
@@ -247,8 +265,8 @@ def run_job(prepared: PreparedJob, on_block: Progress = lambda _done, _all, _lef
         check_memory(job.memory)
     del states, float_states
     extras = _tune(prepared, workspace, edges.description.norm_offset)
-    dtype_name = _dtype_name(prepared.dtype)
-    digests = assemble(workspace, source, edges.description, recipe, prepared.file_format, dtype_name, job.kv_scales)
+    stored = dtype_name(prepared.dtype)
+    digests = assemble(workspace, source, edges.description, recipe, prepared.file_format, stored, job.kv_scales)
     extras |= write_low_rank(workspace, source.num_blocks, job.low_rank, prepared.dtype, job.out.name)
     layers = [layer for index in range(source.num_blocks) for layer in from_plain(workspace.block_report(index))]
     bits = 8.0 * sum(layer.num_bytes for layer in layers) / sum(layer.num_weights for layer in layers)
@@ -257,7 +275,7 @@ def run_job(prepared: PreparedJob, on_block: Progress = lambda _done, _all, _lef
         source_digests={file.name: file_digest(file) for file in weight_files(prepared.path)},
         recipe=recipe.describe() | extras,
         format_name=prepared.file_format.name,
-        dtype=dtype_name,
+        dtype=stored,
         bits_per_weight=bits,
         calibration=_calibration_words(prepared),
         digests=digests,
@@ -325,7 +343,9 @@ def _tune(prepared: PreparedJob, workspace: Workspace, norm_offset: float) -> di
     assert prepared.calibration is not None
     model = TunedModel(prepared.source, workspace, prepared.file_format, prepared.dtype, norm_offset, prepared.device)
     with full_device_explained("the last pass"):
-        return tune_blocks(model, prepared.calibration.sequences, prepared.job.last_pass)
+        gained = tune_blocks(model, prepared.calibration.sequences, prepared.job.last_pass)
+    check_memory(prepared.job.memory)
+    return gained
 
 
 def _initial_states(
@@ -369,22 +389,6 @@ def _choose_format(name: str, recipe: Recipe, shapes: Mapping[str, tuple[int, in
         except UserError as error:
             reasons.append(str(error))
     raise UserError(f"no format holds what {recipe.method} makes: {reasons[0]}", "choose another scheme")
-
-
-def _dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _choose_dtype(name: str, source: SourceModel) -> torch.dtype:
-    """The requested dtype; for auto bfloat16 where the source has it or needs its range, else float16."""
-    known = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
-    if name != "auto":
-        if name not in known:
-            raise UserError(f"--dtype {name} is not known", f"give auto, {', '.join(known)}")
-        return known[name]
-    stored = source.checkpoint.tensor(f"{source.final_norm}.weight").type_name
-    wide = stored == "BF16" or source.description.overflows_float16
-    return torch.bfloat16 if wide else torch.float16
 
 
 def _calibration_words(prepared: PreparedJob) -> str:

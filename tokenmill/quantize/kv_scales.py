@@ -6,6 +6,8 @@ vLLM and this engine divide by them before rounding to e4m3. Used by the job.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
@@ -33,6 +35,11 @@ class KVPeaks:
         scales = (max(peak, 1e-6) * _ROOM / _LARGEST for peak in self._peaks)
         names = (f"model.layers.{layer}.self_attn.{side}_scale" for side in "kv")
         return {name: torch.tensor([scale]) for name, scale in zip(names, scales, strict=False)}
+
+
+def scales_among(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Those of a stored block, for what writes its weights again: so little changes that the room is enough."""
+    return {name: tensor for name, tensor in tensors.items() if name.endswith((".k_scale", ".v_scale"))}
 
 
 def check_kv_scales(file_format: type[FileFormat], description: ModelDescription) -> None:

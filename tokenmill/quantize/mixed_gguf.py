@@ -216,11 +216,12 @@ class MixSearch:
 
     def _raise_least(self) -> None:
         """No matrix is worth nothing, whatever a few hundred tokens say: it would get the smallest type of all."""
+        known = {each.slot: self._worth[each.slot] for each in self.matrices if self._worth[each.slot] > 0}
         for kind in self._scale:
             slots = [each.slot for each in self.matrices if each.kind == kind]
-            least = _LEAST_WORTH * median(self._worth[slot] for slot in slots)
+            usual = [known[slot] for slot in slots if slot in known] or [*known.values()] or [1.0]
             for slot in slots:
-                self._worth[slot] = max(self._worth[slot], least)
+                self._worth[slot] = max(self._worth[slot], _LEAST_WORTH * median(usual))
 
 
 def check_budget(matrices: Sequence[Matrix], request: MixRequest) -> None:

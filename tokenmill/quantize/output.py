@@ -14,12 +14,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from tokenmill.checkpoint.base import Checkpoint
 from tokenmill.checkpoint.configs.tensor_names import naming_of, stored_name
 from tokenmill.checkpoint.description import ModelDescription
 from tokenmill.checkpoint.hf_export import export_config, export_tokenizer, generation_config
 from tokenmill.checkpoint.hf_export_recurrent import taken_over
 from tokenmill.checkpoint.safetensors import read_json
+from tokenmill.errors import UserError
 from tokenmill.model.formats.files.base import FileFormat
 from tokenmill.quantize.kv_scales import KV_CACHE_SCHEME
 from tokenmill.quantize.recipe import Recipe
@@ -95,3 +98,19 @@ def file_digest(path: Path) -> str:
 
 def _write_json(path: Path, content: dict[str, object]) -> None:
     path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def choose_dtype(name: str, source: SourceModel) -> torch.dtype:
+    """The requested dtype; for auto bfloat16 where the source has it or needs its range, else float16."""
+    known = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
+    if name != "auto":
+        if name not in known:
+            raise UserError(f"--dtype {name} is not known", f"give auto, {', '.join(known)}")
+        return known[name]
+    stored = source.checkpoint.tensor(f"{source.final_norm}.weight").type_name
+    wide = stored == "BF16" or source.description.overflows_float16
+    return torch.bfloat16 if wide else torch.float16

@@ -8,12 +8,11 @@ model draws itself. Knows matrices and the files of a killed pass; the descent i
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file
 from torch import Tensor
 
 from tokenmill.errors import UserError
@@ -41,8 +40,11 @@ def check_trainable(steps: int, tune: int, recipe: Recipe) -> None:
         raise UserError(f"--train-codes trains integers, not what {recipe.method} makes", "use gptq or qat")
     if any(step.makes_zeros for step in recipe.transforms):
         raise UserError("--train-codes would fill what was pruned", "leave one of the two out")
-    if recipe.scheme.bits > _MEASURED_BITS:
-        _log.warning("--train-codes lost to --option metric=fisher at 3 and 4 bits, where it was measured")
+    if max(scheme.bits for scheme in (recipe.scheme, *recipe.scheme_of.values())) > _MEASURED_BITS:
+        _log.warning(
+            "--train-codes is for 2 bits: at 3 and 4 it lost to --option metric=fisher --tune-scales 80 where it was "
+            "measured"
+        )
 
 
 def training_options(steps: int) -> TuneOptions:
@@ -85,27 +87,26 @@ class TrainedResult:
     moved: int  # codes that are others than the solver's
 
 
-def residuals_of(block: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """As they are kept with a block until the pass: their signs and some digits are all that is asked of them."""
-    return {f"residual|{name}": value.half() for name, value in block.items()}
-
-
 class KeptTraining:
     """Progress of the pass in the job's workspace."""
 
     def __init__(self, workspace: Workspace) -> None:
         self._workspace, self._path = workspace, workspace.learned("training")
 
-    def load(self) -> tuple[int, Sequence[Tensor]]:
+    def load(self) -> tuple[int, Iterable[Tensor]]:
         if not self._path.exists():
-            return 0, []
+            return 0, ()
         with safe_open(self._path, "pt") as file:
-            steps = int(file.metadata()["steps"])
-        tensors = load_file(self._path)
-        return steps, [tensors[str(number)] for number in range(len(tensors))]
+            return int(file.metadata()["steps"]), self._read(len(file.keys()))
+
+    def _read(self, count: int) -> Iterator[Tensor]:
+        """One after the other: together they are as large as all that is trained."""
+        with safe_open(self._path, "pt") as file:
+            for number in range(count):
+                yield file.get_tensor(str(number))
 
     def save(self, steps: int, tensors: Sequence[Tensor]) -> None:
-        kept = {str(number): each.detach().cpu().clone() for number, each in enumerate(tensors)}
+        kept = {str(number): each.detach().cpu() for number, each in enumerate(tensors)}
         self._workspace.save(self._path, kept, {"steps": str(steps)})
 
 

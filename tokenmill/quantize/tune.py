@@ -11,7 +11,7 @@ held-out batch does not confirm is discarded. Everything is on one device. Knows
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -48,7 +48,7 @@ class Tunable(Protocol):
 class Progress(Protocol):
     """Keeps what was learned so far, for a pass that is killed."""
 
-    def load(self) -> tuple[int, Sequence[Tensor]]:
+    def load(self) -> tuple[int, Iterable[Tensor]]:
         """(steps done, their tensors); none of both where nothing was saved."""
         ...
 
@@ -108,10 +108,13 @@ class Adam:
         return self._moments[id(parameter)]
 
     def step(
-        self, parameters: Sequence[Tensor], gradients: Sequence[Tensor], rates: Sequence[float], count: int
+        self, parameters: Sequence[Tensor], gradients: Sequence[Tensor | None], rates: Sequence[float], count: int
     ) -> None:
+        """Without a gradient (an expert that no token of the step reached) a parameter stays."""
         first, second = _MOMENTS
         for each, gradient, rate in zip(parameters, gradients, rates, strict=True):
+            if gradient is None:
+                continue
             mean, square = self.moments(each)
             mean.lerp_(gradient, 1 - first)
             square.lerp_(gradient.square(), 1 - second)
@@ -211,12 +214,13 @@ class EndToEnd:
 
     @torch.no_grad()
     def likely_tokens(self) -> Tensor:
-        """Ids that the float model finds likely somewhere in the text."""
+        """Ids that the float model finds likely somewhere in the text; all where it is sure of none."""
         peak = torch.zeros(self._teacher_head.shape[0], device=self._device)
         states = self._teacher.flatten(0, 1)
         for rows in states[:: -(-states.shape[0] // _ASKED)].split(_ROWS):
             peak = torch.maximum(peak, self._teacher_logits(rows).softmax(-1).amax(0))
-        return (peak > _LIKELY).nonzero().flatten()
+        found = (peak > _LIKELY).nonzero().flatten()
+        return found if len(found) > 1 else torch.arange(len(peak), device=self._device)
 
     def _teacher_logits(self, rows: Tensor, ids: Tensor | None = None) -> Tensor:
         table = self._teacher_head if ids is None else self._likely_heads[1]
@@ -239,7 +243,7 @@ class EndToEnd:
             if not keeps:
                 rows, output = self._run(index, rows, learns=True)
             parameters = self._students[index].parameters()
-            slopes, *found = torch.autograd.grad(output, [rows, *parameters], slopes)
+            slopes, *found = torch.autograd.grad(output, [rows, *parameters], slopes, allow_unused=True)
             rates = [rate * share for share in self._students[index].shares(norms)]
             optimizer.step(parameters, found, rates, step + 1)
 

@@ -21,6 +21,7 @@ from tokenmill.model.formats.files.base import FileFormat
 from tokenmill.model.formats.quantized import QuantizedMatrix, Scheme, element_values, spread
 from tokenmill.quantize.block_job import QuantizedBlock, encode_block, to_plain
 from tokenmill.quantize.forecast import Forecast, operations_per_second, resident_bytes
+from tokenmill.quantize.kv_scales import scales_among
 from tokenmill.quantize.source import EMBEDDING, HEAD, SourceModel, narrow, stored_norm
 from tokenmill.quantize.train_codes import KeptTraining, TrainedCodes, more_bytes, more_operations, training_options
 from tokenmill.quantize.tune import KEPT_BYTES, EndToEnd, Student, Tunable, TuneOptions, graph_bytes
@@ -191,6 +192,7 @@ def tune_blocks(model: TunedModel, sequences: Tensor, plan: LastPass) -> dict[st
             errors={**block.errors, **errors},
         )
         tensors, layers = encode_block(tuned, model.file_format, model.dtype, model.norm_offset)
+        tensors |= scales_among(load_file(workspace.block(index)))
         workspace.save_block(index, tensors, to_plain(layers))
         moved, total = moved + changed, total + sum(matrix.codes.numel() for matrix in matrices.values())
     factors = pass_.norm_factors.to(_HOST)

@@ -3,6 +3,7 @@ had not been, what does not help is not kept."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from tests.unit.quantize import test_job
@@ -128,9 +130,16 @@ def test_what_a_held_out_batch_does_not_confirm_is_discarded(tmp_path: Path) -> 
 
 
 def test_trained_codes_are_what_the_files_hold(job: QuantizeJob, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Killed in the middle of the training; the resumed job does no block again."""
-    request = RecipeRequest("gptq", bits=2, group_size=32)
-    prepared = prepare(replace(job, recipe=request, train=20, drawn=4))
+    """Killed in the middle of the training; the resumed job does no block again, and writes what a whole one does."""
+    # Random weights have nothing to win: what was learned is kept all the same.
+    falling = itertools.count(0, -1)
+    monkeypatch.setattr(EndToEnd, "divergence", lambda _self, _chosen: float(next(falling)))
+    plain = replace(job, recipe=RecipeRequest("gptq", bits=2, group_size=32), drawn=4, out=job.out.with_name("plain"))
+    job = replace(plain, train=6, kv_scales=True, out=job.out)
+    whole = replace(job, out=job.out.with_name("whole"))
+    run_job(prepare(plain))
+    run_job(prepare(whole))
+    prepared = prepare(job)
     saved = []
 
     def save(self: KeptTraining, steps: int, tensors: Any) -> None:
@@ -145,15 +154,45 @@ def test_trained_codes_are_what_the_files_hold(job: QuantizeJob, monkeypatch: py
         run_job(prepared)
     assert not job.out.exists()
     report = run_job(prepared)
-    assert saved == list(range(1, 21))  # none twice
+    assert saved == list(range(1, 7))  # none twice
     assert report.resumed_blocks == prepared.source.num_blocks
     trained = report.fidelity["trained"]
-    assert trained["steps"] == 20
-    assert trained["kept"] == (trained["after"] < trained["before"])
-    assert (trained["moved"] > 0) == trained["kept"]
+    assert trained["steps"] == 6
+    assert trained["kept"]
+    assert trained["moved"] > 0
+    written, expected = (load_file(folder / "model.safetensors") for folder in (job.out, whole.out))
+    assert written.keys() == expected.keys()
+    assert all(torch.equal(written[name], expected[name]) for name in expected)
+    assert sum(name.endswith("k_scale") for name in written) == prepared.source.num_blocks
+    untrained = load_file(plain.out / "model.safetensors")
+    packed = [name for name in untrained if name.endswith("weight_packed")]
+    assert packed
+    assert not any(torch.equal(written[name], untrained[name]) for name in packed)
     assert '"trained"' in (job.out / "README.md").read_text()
     with LLM(str(job.out), context=64, concurrency=1, kernels="ref") as llm:
         assert llm.generate([[1, 5, 9]])[0].outputs[0].token_ids
+
+
+@pytest.mark.parametrize("trains", [False, True])
+def test_an_expert_that_no_token_reaches_stays(trains: bool, tmp_path: Path) -> None:
+    model = TinyModel("qwen3_moe", tmp_path)
+    model.ids = model.ids[:2, :3]
+    made = trained_students(model, 2) if trains else students(model, 2)
+    experts = [(name, one.matrices[name]) for one in made for name in one.matrices if ".experts." in name]
+    before = [torch.cat([part.detach().flatten() for part in each.factors]) for _, each in experts]
+    report = end_to_end(model, made).run(TuneOptions(steps=2, rate=5e-3, sequences=1))
+    after = [torch.cat([part.detach().flatten() for part in each.factors]) for _, each in experts]
+    stayed = [torch.equal(one, other) for one, other in zip(before, after, strict=True)]
+    assert any(stayed)
+    assert not all(stayed) or not report.kept
+
+
+def test_a_job_whose_last_pass_does_not_fit_is_refused(job: QuantizeJob) -> None:
+    job = replace(job, recipe=RecipeRequest("rtn", bits=2, group_size=32))
+    needed = prepare(replace(job, train=20, drawn=4096)).forecast.memory_bytes
+    assert needed > prepare(job).forecast.memory_bytes + (32 << 20)
+    with pytest.raises(UserError, match="needs about"):
+        prepare(replace(job, train=20, drawn=4096, memory=needed - (16 << 20)))
 
 
 @pytest.mark.parametrize("method", ["mxfp4", "sparsegpt+gptq", "fp8"])

@@ -7,7 +7,7 @@ head. Matrices are random here; spinquant.py learns them. A solver rounds afterw
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -60,14 +60,16 @@ class Rotation(Transform):
         for group in block.groups:
             if self.options.residual:
                 self._rotate_residual(block, group)
-            if self.options.heads and group.source is not None and group.source.endswith("v_proj"):
+            if self.options.heads and _is_of_heads(group):
                 _rotate_heads(block, group, self.head_turn(block.index))
 
-    def _turn_outputs(self, head_dim: int, index: int, name: str, rows: Tensor) -> Tensor:
+    def _turn_outputs(
+        self, head_dim: int, index: int, groups: Sequence[LinearGroup], name: str, rows: Tensor
+    ) -> Tensor:
         """As `apply` turns what a linear puts out."""
-        if self.options.heads and name.endswith("v_proj"):
+        if self.options.heads and any(_is_of_heads(group) and group.source == name for group in groups):
             return rotate_inputs(rows.reshape(-1, head_dim), self.head_turn(index)).view(rows.shape)
-        writes = name.endswith(("o_proj", "down_proj"))
+        writes = any(name in group.names for group in groups if not group.source_is_norm)
         return rotate_inputs(rows, self.residual_turn()) if self.options.residual and writes else rows
 
     def _rotate_residual(self, block: BlockView, group: LinearGroup) -> None:
@@ -85,6 +87,11 @@ class Rotation(Transform):
             bias = block.bias(name)
             if bias is not None:
                 block.replace_bias(name, rotate_inputs(bias.unsqueeze(0), turn)[0])
+
+
+def _is_of_heads(group: LinearGroup) -> bool:
+    """Whether it reads values head by head, so that these can be rotated."""
+    return group.source is not None and group.source.endswith("v_proj")
 
 
 def refuse_normed_updates(description: ModelDescription) -> None:
