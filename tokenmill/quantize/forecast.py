@@ -100,7 +100,8 @@ def check_cap(forecast: Forecast, cap: int) -> None:
         raise UserError(
             f"the job needs about {forecast.memory_bytes / MIB:,.0f} MiB, more than --memory allows "
             f"({cap / MIB:,.0f} MiB)",
-            f"give --memory {-(-forecast.memory_bytes // MIB)}MiB, or leave out what follows the blocks",
+            f"give --memory {-(-forecast.memory_bytes // MIB)}MiB, or leave out --train-codes, --tune-scales "
+            "or --low-rank",
         )
 
 

@@ -193,9 +193,12 @@ class KVStore(ABC):
     def after_import(self, pages: Sequence[int]) -> None:  # noqa: B027
         """These pages were overwritten in `page_tensors`."""
 
-    @abstractmethod
     def copy_pages(self, pairs: list[tuple[int, int]]) -> None:
         """Copy pages (source, destination) in every layer: copy-on-write."""
+        # In order, one by one: a later pair may copy from an earlier destination.
+        for source, destination in pairs:
+            for tensor in self.page_tensors():
+                tensor[:, destination] = tensor[:, source]
 
     def move_tokens(self, block_tables: tuple[list[int], ...], first: int, path: list[int]) -> None:
         """Of the tokens stored from index `first` of a sequence on, move those at the offsets `path` (ascending) to the

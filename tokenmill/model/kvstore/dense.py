@@ -67,12 +67,6 @@ class DenseStore(KVStore):
     def page_tensors(self) -> list[Tensor]:
         return [self._k] if self._v is self._k else [self._k, self._v]
 
-    def copy_pages(self, pairs: list[tuple[int, int]]) -> None:
-        # In order, one by one: a later pair may copy from an earlier destination.
-        for source, destination in pairs:
-            for tensor in self.page_tensors():
-                tensor[:, destination] = tensor[:, source]
-
     @property
     def nbytes(self) -> int:
         return sum(tensor.nbytes for tensor in self.page_tensors())

@@ -191,12 +191,6 @@ class _KVQuantStore(KVStore):
     def page_tensors(self) -> list[Tensor]:
         return [*self._rows, self._places]
 
-    def copy_pages(self, pairs: list[tuple[int, int]]) -> None:
-        # In order, one by one: a later pair may copy from an earlier destination.
-        for source, destination in pairs:
-            for tensor in self.page_tensors():
-                tensor[:, destination] = tensor[:, source]
-
     @property
     def nbytes(self) -> int:
         held = [each for codes in self._codes.values() for rows in codes.rows for each in rows.held()]

@@ -256,12 +256,6 @@ class RowStore(KVStore):
     def page_tensors(self) -> list[Tensor]:
         return self._tensors
 
-    def copy_pages(self, pairs: list[tuple[int, int]]) -> None:
-        # In order, one by one: a later pair may copy from an earlier destination.
-        for source, destination in pairs:
-            for tensor in self._tensors:
-                tensor[:, destination] = tensor[:, source]
-
     @property
     def nbytes(self) -> int:
         return sum(tensor.numel() for tensor in self._tensors)
