@@ -4,8 +4,9 @@ Every method before it looks at one block; this one looks at what the model answ
 runs back through the blocks one at a time; where the activations of all of them would take too much memory, each is
 computed again from the states kept at its entrance. Steps compare the models on the tokens that the text makes likely:
 a sixth of a vocabulary, or less, and what it leaves out is a thousandth of the probability. What a matrix learns is its
-own business: scales as factors, which makes one rate fit all (tune_job.py), or codes too (train_codes.py). What a
-held-out batch does not confirm is discarded. Everything is on one device. Knows nothing of files.
+own business: scales as factors, which makes one rate fit all (tune_job.py), or codes too (train_codes.py). Of a head that
+is no embedding a mixing of its input is learned, which its table then holds. What a held-out batch does not confirm is
+discarded. Everything is on one device. Knows nothing of files.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from tokenmill.quantize.source import SourceModel
 _ROWS = 256  # of logits at a time
 _LIKELY, _ASKED = 1e-3, 4096  # probability that makes a token likely, anywhere after so many tokens of the text
 _MOMENTS = (0.9, 0.99)
+_MIXING = 0.3  # share of the rate that the mixing of the head's input gets
 _SAVES = 20  # times that what was learned is written, in all steps
 KEPT_BYTES = 1 << 30  # of activations, of all blocks together; more: of one block at a time, each computed twice
 
@@ -142,11 +144,14 @@ class EndToEnd:
         embedding: Tensor,
         head: Tensor,
         norm: Tensor,
+        head_alone: bool = False,
     ) -> None:
+        """`head_alone`: the head is a table of its own, which may change."""
         self._source, self._students, self._sequences = source, students, sequences
         self._length = sequences.shape[1]
         self._embedding, self._head, self._norm = embedding, head, norm
         self.norm_factors = torch.ones_like(norm)
+        self.mixing = norm.new_zeros(2 * (len(norm),) if head_alone else (0, 0))  # M: the head reads x + M x
         self._device = norm.device
         self._teacher_head = source.read_edge("lm_head").to(self._device)
         self._teacher = self._teacher_states()
@@ -173,6 +178,7 @@ class EndToEnd:
         after = self.divergence(held_out)
         if not after < before:
             self.norm_factors.detach().fill_(1.0)
+            self.mixing.detach().zero_()
             for student in self._students:
                 student.reset()
         return TuneReport(before, after, after < before)
@@ -193,13 +199,23 @@ class EndToEnd:
         total, teacher = 0.0, self._teacher[list(chosen)].flatten(0, 1)
         for rows in torch.arange(states.shape[0]).split(_ROWS):
             reference = self._teacher_logits(teacher[rows]).log_softmax(-1)
-            normed = final_norm(self._source, states[rows], self._norm * self.norm_factors)
+            normed = self._normed(states[rows], self.norm_factors, self.mixing)
             found = head_logits(self._source, normed, self._head).log_softmax(-1)
             total += float((reference.exp() * (reference - found)).sum())
         return total / states.shape[0]
 
+    def _normed(self, states: Tensor, factors: Tensor, mixing: Tensor) -> Tensor:
+        """What the head reads."""
+        rows = final_norm(self._source, states, self._norm * factors)
+        return torch.addmm(rows, rows, mixing.T) if mixing.numel() else rows
+
+    def mixed_head(self) -> Tensor:
+        """A table that does what the head does after mixing."""
+        return torch.addmm(self._head, self._head, self.mixing.detach()) if self.mixing.numel() else self._head
+
     def _all_parameters(self) -> list[Tensor]:
-        return [*(each for student in self._students for each in student.parameters()), self.norm_factors]
+        blocks = [each for student in self._students for each in student.parameters()]
+        return [*blocks, self.norm_factors, *([self.mixing] if self.mixing.numel() else [])]
 
     @torch.no_grad()
     def _teacher_states(self) -> Tensor:
@@ -236,8 +252,9 @@ class EndToEnd:
         for index in range(len(self._students)):
             runs.append(self._run(index, states, learns=keeps))
             states = runs[-1][1].detach()
-        slopes, norm_slopes = self.slopes(states, chosen)
-        optimizer.step([self.norm_factors], [norm_slopes], [rate * norms], step + 1)
+        slopes, *found = self.slopes(states, chosen)
+        rates = [rate * norms, rate * _MIXING]
+        optimizer.step([self.norm_factors, self.mixing], found, rates, step + 1)
         for index in range(len(self._students) - 1, -1, -1):
             rows, output = runs.pop()
             if not keeps:
@@ -256,21 +273,25 @@ class EndToEnd:
         with torch.set_grad_enabled(learns):
             return rows, run_block(self._source, index, rows, student.weights(), self._length)
 
-    def slopes(self, states: Tensor, chosen: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Gradients of the divergence among likely tokens, by the states and by the final norm's factors."""
+    def slopes(self, states: Tensor, chosen: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of the divergence among likely tokens, by the states, the final norm's factors and the mixing."""
         slopes, norm_slopes = torch.empty_like(states), torch.zeros_like(self.norm_factors)
+        mixing_slopes = torch.zeros_like(self.mixing)
         teacher = self._teacher[list(chosen)].flatten(0, 1)
         for rows in torch.arange(states.shape[0]).split(_ROWS):
             leaf, factors = states[rows].requires_grad_(), self.norm_factors.clone().requires_grad_()
+            mixing = self.mixing.clone().requires_grad_()
             with torch.enable_grad():
-                normed = final_norm(self._source, leaf, self._norm * factors)
+                normed = self._normed(leaf, factors, mixing)
                 logits = head_logits(self._source, normed, self._likely_heads[0], self._likely)
             with torch.no_grad():  # of a divergence by logits: the difference of the probabilities
                 expected = self._teacher_logits(teacher[rows], self._likely).softmax(-1)
                 by_logits = logits.softmax(-1).sub_(expected).div_(states.shape[0])
-            slopes[rows], found = torch.autograd.grad(logits, [leaf, factors], by_logits)
+            learned = [leaf, factors, mixing]
+            slopes[rows], found, mixed = torch.autograd.grad(logits, learned, by_logits, materialize_grads=True)
             norm_slopes += found
-        return slopes, norm_slopes
+            mixing_slopes += mixed
+        return slopes, norm_slopes, mixing_slopes
 
 
 def _batches(pool: Sequence[int], options: TuneOptions) -> Iterator[list[int]]:

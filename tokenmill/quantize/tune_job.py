@@ -112,7 +112,7 @@ def with_tuning(
     activations = graphs if graphs <= KEPT_BYTES else graphs // source.num_blocks
     held = 2 * weights + 8 * head + 6 * block + entering + activations + 4 * taught * d.hidden_size
     more = more_bytes(weights) if plan.trains else 0
-    held += more
+    held += more + 16 * d.hidden_size**2  # the mixing before the head and how it is learned
     on_device = 0 if device.type == "cpu" else held
     return replace(
         forecast,
@@ -180,6 +180,7 @@ def tune_blocks(model: TunedModel, sequences: Tensor, plan: LastPass) -> dict[st
         embedding,
         embedding if stored_head is None else stored_head.to(model.device).float(),
         edges[final_norm].to(model.device).float() + model.norm_offset,
+        head_alone=stored_head is not None,
     )
     report = pass_.run(plan.options, KeptTraining(workspace) if plan.trains else None)
     moved = total = 0
@@ -198,6 +199,8 @@ def tune_blocks(model: TunedModel, sequences: Tensor, plan: LastPass) -> dict[st
     factors = pass_.norm_factors.to(_HOST)
     norm = stored_norm((edges[final_norm].float() + model.norm_offset) * factors, model.norm_offset)
     edges[final_norm] = narrow(final_norm, norm, model.dtype)
+    if stored_head is not None and report.kept:
+        edges[f"{HEAD}.weight"] = narrow(HEAD, pass_.mixed_head().to(_HOST), model.dtype)
     workspace.save(workspace.edges, edges)
     gained = {"steps": plan.steps, **asdict(report)}
     return {"trained": {**gained, "moved": moved / total}} if plan.trains else {"tuned": gained}

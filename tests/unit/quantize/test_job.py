@@ -223,6 +223,22 @@ def test_tuned_scales_are_what_the_files_hold(method: str, job: QuantizeJob, tmp
         assert llm.generate([[1, 5, 9]])[0].outputs[0].token_ids
 
 
+def test_what_a_head_of_its_own_learned_is_in_its_table(job: QuantizeJob, tmp_path: Path) -> None:
+    """Rotations untie it from the embedding; tied, both stay."""
+    changed = {}
+    for method in ("rtn", "rotation+rtn"):
+        request = RecipeRequest(method, bits=2, group_size=32)
+        plain, out = tmp_path / f"{method}-plain", tmp_path / method
+        run_job(prepare(replace(job, recipe=request, out=plain)))
+        report = run_job(prepare(replace(job, recipe=request, out=out, tune=20)))
+        assert report.fidelity["tuned"]["kept"]
+        before, after = (load_file(folder / "model.safetensors") for folder in (plain, out))
+        assert before.keys() == after.keys()
+        edges = [name for name in before if name in ("model.embed_tokens.weight", "lm_head.weight")]
+        changed[method] = [name for name in edges if not torch.equal(before[name], after[name])]
+    assert changed == {"rtn": [], "rotation+rtn": ["lm_head.weight"]}
+
+
 class _Stop(Exception):
     pass
 

@@ -57,11 +57,13 @@ def test_the_last_pass(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     model = TinyModel(name, tmp_path)
     edges = [model.source.read_edge(each) for each in (EMBEDDING, HEAD, FINAL_NORM)]
     options = TuneOptions(steps=3, rate=5e-3, sequences=4)
-    report = EndToEnd(model.source, students(model, 3), model.ids, *edges).run(options)
+    alone = name == "llama"
+    report = EndToEnd(model.source, students(model, 3), model.ids, *edges, head_alone=alone).run(options)
     with emulated_gpu(monkeypatch) as gpu:
         made = [_moved(each) for each in students(model, 3)]
-        whole = EndToEnd(model.source, made, model.ids, *(each.to(GPU) for each in edges))
+        whole = EndToEnd(model.source, made, model.ids, *(each.to(GPU) for each in edges), head_alone=alone)
         assert whole.run(options) == report
+        assert whole.mixing.any() == alone
         assert whole.norm_factors.device == GPU
     assert gpu.num_ops > 1000
 
