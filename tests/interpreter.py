@@ -37,7 +37,8 @@ def assert_passes_interpreted(config: pytest.Config, *files: Path) -> None:
         pytest.skip("these files run on the GPU itself")
     environment = os.environ | {"TRITON_INTERPRET": "1", "TOKENMILL_TUNING": "off", "CUDA_VISIBLE_DEVICES": ""}
     marks = "not slow" if config.option.markexpr == "not slow" else ""
-    command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", "-m", marks, *map(str, files)]
+    plugins = ["-p", "no:cacheprovider", "-p", "tests.fast_interpreter"]
+    command = [sys.executable, "-m", "pytest", "-x", *plugins, "-m", marks, *map(str, files)]
     result = subprocess.run(command, cwd=_ROOT, env=environment, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-2000:]
     assert " passed" in result.stdout, result.stdout
