@@ -12,6 +12,7 @@ from torch import Tensor
 if os.environ.get("TRITON_INTERPRET") != "1" and not torch.cuda.is_available():
     pytest.skip("no GPU: test_triton.py runs this file under the interpreter", allow_module_level=True)
 
+from tests.interpreter import slow_interpreted
 from tests.quantized_files import save_quantized
 from tokenmill.checkpoint.open import open_checkpoint
 from tokenmill.kernels.base import Declined
@@ -70,7 +71,7 @@ def inputs(count: int, depth: int) -> tuple[Tensor, Tensor, Tensor]:
         (32, True, 48, 256),
     ],
 )
-@pytest.mark.parametrize("count", [1, 16, 65, 256])
+@pytest.mark.parametrize("count", [1, 16, 65, pytest.param(256, marks=slow_interpreted)])
 def test_products_in_float8(count: int, group: int, affine: bool, rows: int, depth: int) -> None:
     linear, exact = matrix(rows, depth, group, affine)
     codes, scales, x = inputs(count, depth)
