@@ -5,8 +5,8 @@ runs back through the blocks one at a time; where the activations of all of them
 computed again from the states kept at its entrance. Steps compare the models on the tokens that the text makes likely:
 a sixth of a vocabulary, or less, and what it leaves out is a thousandth of the probability. What a matrix learns is its
 own business: scales as factors, which makes one rate fit all (tune_job.py), or codes too (train_codes.py). Of a head
-that is no embedding a mixing of its input is learned, which its table then holds. What a held-out batch does not confirm
-is discarded. Everything is on one device. Knows nothing of files.
+that is no embedding a mixing of its input is learned, which its table then holds. What a held-out batch does not
+confirm is discarded. Everything is on one device. Knows nothing of files.
 """
 
 from __future__ import annotations
