@@ -182,7 +182,7 @@ def test_preemption(name: str, executor: str) -> None:
         assert engine.kv.stats.num_preemptions > 0
 
 
-@pytest.mark.parametrize("executor", ["eager", "recorded"])
+@pytest.mark.parametrize("executor", [pytest.param("eager", marks=pytest.mark.slow), "recorded"])
 @pytest.mark.parametrize("prefix_caching", [True, False])
 @pytest.mark.parametrize("length", [1, 33, 40, 41])  # the prompt ends after a page, at its end, and one token later
 @pytest.mark.parametrize("name", ["mamba2", "qwen3_next"])
