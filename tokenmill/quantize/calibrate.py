@@ -16,6 +16,7 @@ from torch import Tensor
 from tokenmill.quantize.base import SAMPLE_ROWS, Drift, LinearGroup, Statistics
 from tokenmill.quantize.calibration_ops import CalibrationOps, ReachedInput
 from tokenmill.quantize.source import SourceModel
+from tokenmill.quantize.tape import Tape, TapedOps
 
 KINDS = ("hessian", "mean_square", "mean_abs", "max_abs", "sample")
 _HESSIAN_TILE = 1024
@@ -75,9 +76,13 @@ class CalibratedBlock:
         states: HiddenStates | None,
         device: torch.device = _HOST,
         float_states: HiddenStates | None = None,
+        tapes: bool = False,
     ) -> None:
-        """`float_states`: the inputs of this block in the model of which nothing is rounded."""
+        """`float_states`: the inputs of this block in the model of which nothing is rounded. `tapes`: there is memory
+        to keep what is needed to go on from the input that was asked for last."""
         self.index = index
+        self._tapes: dict[tuple[bool, int], Tape] | None = {} if tapes else None  # by (of the float model, batch)
+        self._asked: LinearGroup | None = None  # whose input tapes were stopped at
         self._float_states = float_states
         self._float_tensors: dict[
             str, Tensor
@@ -112,6 +117,8 @@ class CalibratedBlock:
             if self.residuals is not None:
                 self.residuals[name] = before - value
         self.tensors[name] = value
+        if self._asked is not None and name.removesuffix(".bias") not in self._asked.names:
+            self._rewind()  # what tapes hold was made by other weights
 
     def bias(self, name: str) -> Tensor | None:
         return self.tensors.get(f"{name}.bias")
@@ -137,7 +144,7 @@ class CalibratedBlock:
         """Move the float model's states past this block, unless they have been."""
         if self._float_states is not None and self._float_tensors:
             weights, self._float_tensors = self._float_tensors, {}
-            self._float_states.advance(lambda states: self._run(states, weights, {}), self.device)
+            self._advance(self._float_states, weights, of_float=True)
 
     @torch.no_grad()
     def statistics_beside_float(self, group: LinearGroup) -> tuple[Statistics, Drift | None]:
@@ -145,47 +152,95 @@ class CalibratedBlock:
             return self.statistics(group, ("hessian",)), None
         assert self._states is not None
         assert self._float_tensors, "the float model's states have moved on"
+        self._turn_to(group)
         first, count, length = group.names[0], *self._states.values.shape[:2]
-        collector = self._collector(first, ("hessian",))
-        cross, half_cross, half_square = torch.zeros(3, *2 * [self.tensors[first].shape[1]], device=self.device)
+        # Of the sequences with even numbers, and of the others.
+        squares, crosses = torch.zeros(2, 2, *2 * [self.tensors[first].shape[1]], device=self.device)
         both = zip(self._states.batches(self.device), self._float_states.batches(self.device), strict=True)
-        drifts = count > 1
+        drifts, seen = count > 1, 0
         for (cut, states), (_, float_states) in both:
-            rows = self._reaching(first, states, self.tensors)
-            collector.add(rows)
+            rows = self._reaching(first, states, self.tensors, (False, cut.start))
+            seen += len(rows)
             if not drifts or len(rows) < len(states):
                 drifts = False
+                add_gram(squares[0], rows)
                 continue
-            other = self._reaching(first, float_states, self._float_tensors)
+            other = self._reaching(first, float_states, self._float_tensors, (True, cut.start))
             drifts = len(other) == len(states)  # not those of an expert: each model sends it other tokens
-            if drifts:
-                cross.addmm_(other.T, rows)
-                even, other_even = (each.unflatten(0, (-1, length))[cut.start % 2 :: 2] for each in (rows, other))
-                half_cross.addmm_(other_even.flatten(0, 1).T, even.flatten(0, 1))
-                add_gram(half_square, even.flatten(0, 1))
-        statistics = collector.finish()
-        if not drifts or statistics.hessian is None:
+            if not drifts:
+                add_gram(squares[0], rows)
+                continue
+            for number in range(2):
+                start = (cut.start + number) % 2
+                mine, others = (
+                    each.unflatten(0, (-1, length))[start::2].flatten(0, 1).contiguous() for each in (rows, other)
+                )
+                add_gram(squares[number], mine)
+                crosses[number].addmm_(others.T, mine)
+        mirror_upper_(squares[0])
+        mirror_upper_(squares[1])
+        hessian = (squares[0] + squares[1]).div_(max(1, seen))
+        statistics = Statistics(seen, hessian, None, None, None, None)
+        if not drifts:
             return statistics, None
-        mirror_upper_(half_square)
-        half = (count + 1) // 2 * length
-        for tensor, tokens in ((cross, count * length), (half_cross, half), (half_square, half)):
-            tensor.div_(tokens)
-        return statistics, Drift(statistics.hessian, cross, half_square, half_cross, half / (count * length))
+        half, tokens = (count + 1) // 2 * length, count * length
+        cross = crosses[1].add_(crosses[0]).div_(tokens)
+        return statistics, Drift(hessian, cross, squares[0].div_(half), crosses[0].div_(half), half / tokens)
 
-    def _reaching(self, name: str, states: Tensor, weights: Mapping[str, Tensor]) -> Tensor:
-        """float32 [tokens, in]: what a linear reads; fewer tokens where it is an expert's."""
+    @property
+    def tapes_work(self) -> bool:
+        return self._tapes is not None
+
+    def _turn_to(self, group: LinearGroup) -> None:
+        """The input of this group is asked for. Tapes only run forwards."""
+        turns = [each.names for each in self.groups]
+        if self._asked is not None and turns.index(group.names) < turns.index(self._asked.names):
+            self._rewind()
+        self._asked = group
+
+    def _rewind(self) -> None:
+        self._asked = None
+        if self._tapes:
+            self._tapes.clear()
+
+    def _reaching(self, name: str, states: Tensor, weights: Mapping[str, Tensor], batch: tuple[bool, int]) -> Tensor:
+        """float32 [tokens, in]: what a linear reads; fewer tokens where it is an expert's. `batch`: see _tapes."""
         rows: list[Tensor] = []
-        self._run(states, weights, {name: rows.append}, stop_at=name)
+        self._resume(batch, states, weights, {name: rows.append}, name, lambda: rows)
         width = self.tensors[name].shape[1]
         return torch.cat([each.reshape(-1, width).float() for each in rows]) if rows else states.new_empty(0, width)
+
+    def _resume(
+        self,
+        batch: tuple[bool, int],
+        states: Tensor,
+        weights: Mapping[str, Tensor],
+        watched: Mapping[str, Callable[[Tensor], None]],
+        stop_at: str | None,
+        found: Callable[[], list[Tensor]],
+    ) -> Tensor:
+        """Run the block for `found`, from where its tape was stopped; from its entrance if that misses something."""
+        if self._tapes is None:
+            return self._run(states, weights, watched, stop_at=stop_at)
+        output = self._run(states, weights, watched, stop_at=stop_at, tape=self._tapes.setdefault(batch, Tape()))
+        if stop_at and not found():  # an expert that no token reached, or an input that the tape had passed
+            return self._run(states, weights, watched, stop_at=stop_at)
+        if any(bool(each[:1].isnan().any()) for each in (found() if stop_at else [output])):
+            self._tapes = None
+            found().clear()
+            return self._run(states, weights, watched, stop_at=stop_at)
+        return output
 
     @torch.no_grad()
     def statistics(self, group: LinearGroup, kinds: Sequence[str]) -> Statistics:
         assert self._states is not None, "this job has no calibration data"
+        self._turn_to(group)
         first = group.names[0]
         collector = self._collector(first, kinds)
-        for _, states in self._states.batches(self.device):
-            self._run(states, self.tensors, {first: collector.add}, stop_at=first)
+        for cut, states in self._states.batches(self.device):
+            rows = self._reaching(first, states, self.tensors, (False, cut.start))
+            if len(rows):
+                collector.add(rows)
         return collector.finish()
 
     @torch.no_grad()
@@ -206,9 +261,23 @@ class CalibratedBlock:
     def advance(self, watch_attention: Callable[[Tensor, Tensor], None] | None = None) -> None:
         """Move the hidden states past this block, with its weights as they are now."""
         assert self._states is not None
-        self._states.advance(
-            lambda states: self._run(states, self.tensors, {}, watch_attention=watch_attention), self.device
-        )
+        self._advance(self._states, self.tensors, of_float=False, watch_attention=watch_attention)
+
+    def _advance(
+        self,
+        states: HiddenStates,
+        weights: Mapping[str, Tensor],
+        of_float: bool,
+        watch_attention: Callable[[Tensor, Tensor], None] | None = None,
+    ) -> None:
+        for cut, rows in states.batches(self.device):
+            if watch_attention is None:
+                output = self._resume((of_float, cut.start), rows, weights, {}, None, list)
+            else:
+                output = self._run(rows, weights, {}, watch_attention=watch_attention)
+            states.values[cut] = output.view(states.values[cut].shape).to(states.values.device)
+            if self._tapes:
+                self._tapes.pop((of_float, cut.start), None)
 
     def _collector(self, name: str, kinds: Sequence[str]) -> StatisticsCollector:
         """A collector of the input of linear `name`."""
@@ -223,13 +292,14 @@ class CalibratedBlock:
         stop_at: str | None = None,
         length: int = 0,
         watch_attention: Callable[[Tensor, Tensor], None] | None = None,
+        tape: Tape | None = None,
     ) -> Tensor:
         if not length:
             assert self._states is not None
             length = self._states.values.shape[1]
         ops = CalibrationOps(self._names, weights, length, watched, stop_at, self._state_shapes, watch_attention)
         try:
-            residual, update = self._block(ops, states, None)
+            residual, update = self._block(ops if tape is None else TapedOps(ops, tape), states, None)
         except ReachedInput:
             return states
         output: Tensor = residual + update

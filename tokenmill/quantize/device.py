@@ -32,11 +32,16 @@ def describe_device(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else f"{torch.get_num_threads()} CPU threads"
 
 
+def free_device_bytes(device: torch.device) -> int:
+    free, _ = torch.cuda.mem_get_info(device)
+    return int(free)
+
+
 def check_room(device: torch.device, needed: int) -> None:
     """Refuse a GPU that cannot hold what the forecast says the job needs there."""
     if device.type != "cuda":
         return
-    free, _ = torch.cuda.mem_get_info(device)
+    free = free_device_bytes(device)
     if free < needed:
         raise UserError(
             f"the job needs {needed / _MIB:,.0f} MiB of GPU memory, {free / _MIB:,.0f} are free",

@@ -25,6 +25,7 @@ def pack_with_feedback(
     stored: Mapping[str, str],
     states: HiddenStates,
     device: torch.device,
+    tapes: bool,
     progress: Callable[[int, int], None],
 ) -> dict[str, Tensor]:
     """Linear -> bytes [out, bytes per row], rows in Hugging Face's order. `stored`: types in which the source already
@@ -32,7 +33,7 @@ def pack_with_feedback(
     packed: dict[str, Tensor] = {}
     float_states = HiddenStates(states.values.clone(), states.batch)
     for index in range(source.num_blocks):
-        block = CalibratedBlock(source, index, states, device, float_states)
+        block = CalibratedBlock(source, index, states, device, float_states, tapes)
         block.begin_rounding()
         for group in block.groups:
             names = [name for name in group.names if name in type_of and stored.get(name) != type_of[name]]

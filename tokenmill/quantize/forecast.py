@@ -15,6 +15,8 @@ import torch
 
 from tokenmill.checkpoint.mixers import Recurrent
 from tokenmill.errors import UserError
+from tokenmill.hardware.machine import available_memory
+from tokenmill.quantize.device import free_device_bytes
 from tokenmill.quantize.fisher import gram_bytes
 from tokenmill.quantize.recipe import Recipe
 from tokenmill.quantize.source import SourceModel
@@ -23,6 +25,7 @@ MIB = 1 << 20
 _BATCH_TOKENS = 4096  # per batch where memory allows: more gains nothing
 _ENGINE_BYTES = 384 * MIB  # of an engine, beside its weights, in the gate
 _PASSES = 3  # runs of a block's calibration data: to each input in turn, and once through
+_TAPED_PASSES = 1.1  # the same where each goes on from the one before
 _STATUS = Path("/proc/self/status")
 
 
@@ -34,6 +37,16 @@ class Forecast:
     disk_bytes: int  # free space the job needs while it runs
     batch: int  # sequences computed at a time
     half_states: bool  # hidden states between blocks are float16
+    tapes: bool = False  # passes of a block's calibration data go on from the input that was asked for last
+
+
+@dataclass(frozen=True, slots=True)
+class StatesPlan:
+    """How hidden states are kept and moved; the fields of Forecast."""
+
+    batch: int
+    half: bool
+    tapes: bool
 
 
 def forecast_job(
@@ -56,8 +69,12 @@ def forecast_job(
     batch, half, needed = _fit(source, fixed, samples, length, cap, on_host, copies)
     disk = 2 * output_bytes + 2 * copies * _states_bytes(source, samples * length, half)
     device_bytes = 0 if on_host else _block_bytes(source) + beside + step + batch * _sequence_bytes(source, length)
-    seconds = _seconds(source, recipe, samples, length, device)
-    return Forecast(needed, device_bytes, seconds, disk, batch, half)
+    kept = copies * _tape_bytes(source, samples * length)
+    tapes = _tapes_fit(kept, needed, device_bytes, cap, device)
+    needed, device_bytes = (needed + (kept if tapes and on_host else 0), device_bytes + (kept if tapes else 0))
+    device_bytes = 0 if on_host else device_bytes
+    seconds = _seconds(source, recipe, samples, length, device, _TAPED_PASSES if tapes else _PASSES)
+    return Forecast(needed, device_bytes, seconds, disk, batch, half, tapes)
 
 
 def output_bytes(source: SourceModel, recipe: Recipe, shapes: Mapping[str, tuple[int, int]], dtype: torch.dtype) -> int:
@@ -87,11 +104,14 @@ def gate_memory(weight_bytes: int, cap: int) -> int:
 
 def states_plan(
     source: SourceModel, samples: int, length: int, cap: int, device: torch.device, copies: int = 1
-) -> tuple[int, bool]:
-    """(sequences at a time, float16 states) of a job that only collects statistics. `copies`: see _fit."""
+) -> StatesPlan:
+    """Of a job that only collects statistics. `copies`: see _fit."""
     fixed = resident_bytes() + _block_bytes(source) + (copies - 1) * _float_bytes(source)
-    batch, half, _ = _fit(source, fixed, samples, length, cap, device.type == "cpu", copies)
-    return batch, half
+    batch, half, needed = _fit(source, fixed, samples, length, cap, device.type == "cpu", copies)
+    on_device = _block_bytes(source) + copies * _float_bytes(source) + batch * _sequence_bytes(source, length)
+    return StatesPlan(
+        batch, half, _tapes_fit(copies * _tape_bytes(source, samples * length), needed, on_device, cap, device)
+    )
 
 
 def check_cap(forecast: Forecast, cap: int) -> None:
@@ -135,6 +155,19 @@ def _fit(
         f"give --memory {-(-needed // MIB)}MiB"
         + (", or fewer --calibration-samples or a shorter --calibration-length" if samples else ""),
     )
+
+
+def _tape_bytes(source: SourceModel, num_tokens: int) -> int:
+    """What is kept at a stop: the widest input of a linear, and the residual stream; and holes that it leaves."""
+    widest = max(width for _, width in _linear_sizes(source).values())
+    return 5 * num_tokens * (widest + source.description.hidden_size)
+
+
+def _tapes_fit(kept: int, needed: int, on_device: int, cap: int, device: torch.device) -> bool:
+    """Only time depends on it, so without a cap half of the memory that is free now decides."""
+    if device.type != "cpu":
+        return kept + on_device <= free_device_bytes(device) // 2
+    return kept > 0 and (needed + kept <= cap if cap else needed - resident_bytes() + kept <= available_memory() // 2)
 
 
 def _states_bytes(source: SourceModel, num_tokens: int, half: bool) -> int:
@@ -202,7 +235,9 @@ def _recurrent_width(source: SourceModel) -> int:
     return max((mixer.convolved for mixer in mixers if isinstance(mixer, Recurrent)), default=0)
 
 
-def _seconds(source: SourceModel, recipe: Recipe, samples: int, length: int, device: torch.device) -> float:
+def _seconds(
+    source: SourceModel, recipe: Recipe, samples: int, length: int, device: torch.device, passes: float
+) -> float:
     """Estimated from the operations of the matrix products and this machine's measured speed."""
     weights = sum(out * width for out, width in _linear_sizes(source).values())
     operations = 200.0 * weights  # choosing grids and rounding
@@ -212,7 +247,7 @@ def _seconds(source: SourceModel, recipe: Recipe, samples: int, length: int, dev
         squares = sum(source.shape(group.names[0])[1] ** 2 for group in source.groups(0))
         cubes = sum(source.shape(group.names[0])[1] ** 3 for group in source.groups(0))
         both = 2 if recipe.needs_targets else 1  # models that run; of the second one cross moments
-        operations += num_tokens * both * (2.0 * _PASSES * weights + 1.1 * squares) + 2.0 * cubes
+        operations += num_tokens * both * (2.0 * passes * weights + 1.1 * squares) + 2.0 * cubes
     return source.num_blocks * operations / operations_per_second(device)
 
 

@@ -199,13 +199,13 @@ def pack_types(
 ) -> dict[str, Tensor]:
     """The linears of the blocks in their chosen types, with error feedback."""
     samples, length = mix.sequences.shape
-    batch, half = states_plan(mix.source, samples, length, memory, device, copies=2)  # the float model's beside them
+    plan = states_plan(mix.source, samples, length, memory, device, copies=2)  # the float model's beside them
     values = mix.source.embed(mix.sequences)
-    states = HiddenStates(values.half() if half else values, batch)
+    states = HiddenStates(values.half() if plan.half else values, plan.batch)
     type_of = {prefix: choice.types[each.slot] for each in mix.matrices for prefix in each.prefixes}
     stored = {prefix: each.stored for each in mix.matrices for prefix in each.prefixes}
     return pack_with_feedback(
-        mix.source, type_of, stored, states, device, lambda done, total: on_block(done, total, 0.0)
+        mix.source, type_of, stored, states, device, plan.tapes, lambda done, total: on_block(done, total, 0.0)
     )
 
 
@@ -230,9 +230,9 @@ def collect_importance(
     sequences = read_sequences(checkpoint, path, job)
     length = sequences.shape[1]
     source = SourceModel(checkpoint, length)
-    batch, half = states_plan(source, job.calibration_samples, length, memory, device)
+    plan = states_plan(source, job.calibration_samples, length, memory, device)
     values = source.embed(sequences)
-    states = HiddenStates(values.half() if half else values, batch)
+    states = HiddenStates(values.half() if plan.half else values, plan.batch)
     importance: dict[str, Tensor] = {}
     started = time.monotonic()
     for index in range(source.num_blocks):

@@ -318,7 +318,7 @@ def _do_block(
     float_states: HiddenStates | None,
     norm_offset: float,
 ) -> None:
-    block = CalibratedBlock(prepared.source, index, states, prepared.device, float_states)
+    block = CalibratedBlock(prepared.source, index, states, prepared.device, float_states, prepared.forecast.tapes)
     block.residuals = {} if prepared.job.low_rank or prepared.job.train else None
     quantized = quantize_block(block, recipe)
     tensors, reports = encode_block(quantized, prepared.file_format, prepared.dtype, norm_offset)

@@ -144,13 +144,14 @@ def test_report_and_card(job: QuantizeJob) -> None:
 
 def test_float16_states_and_small_batches_fit_a_smaller_cap(job: QuantizeJob, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(forecast, "resident_bytes", lambda _key="VmRSS": 0)
-    free = prepare(job).forecast
-    assert (free.batch, free.half_states) == (6, False)
-    per_sequence = forecast._sequence_bytes(prepare(job).source, 32)
-    smaller = prepare(replace(job, memory=free.memory_bytes - 3 * per_sequence)).forecast
+    with_tapes = prepare(job).forecast
+    free = prepare(replace(job, memory=with_tapes.memory_bytes - 1)).forecast
+    assert (with_tapes.tapes, free.tapes, free.batch, free.half_states) == (True, False, 6, False)
+    one = forecast._sequence_bytes(prepare(job).source, 32)
+    smaller = prepare(replace(job, memory=free.memory_bytes - 3 * one)).forecast
     assert (smaller.batch, smaller.half_states) == (2, False)
-    smallest = prepare(replace(job, memory=free.memory_bytes - 5 * per_sequence - 10_000)).forecast
-    assert (smallest.batch, smallest.half_states) == (1, True)
+    least = prepare(replace(job, memory=free.memory_bytes - 5 * one - 10_000)).forecast
+    assert (least.batch, least.half_states) == (1, True)
     with pytest.raises(UserError, match=r"give --memory \d+MiB, or fewer --calibration-samples"):
         prepare(replace(job, memory=1 << 20))
 
