@@ -40,8 +40,8 @@ class _Kept:
         pages: mmap.mmap | Tensor | None = None
         if whole and tensor.device.type != "cpu":
             pages = tensor
-        elif whole:
-            pages = mmap.mmap(-1, max(1, tensor.numel() * tensor.element_size()))
+        elif whole and tensor.numel():
+            pages = mmap.mmap(-1, tensor.numel() * tensor.element_size())
             torch.frombuffer(pages, dtype=tensor.dtype, count=tensor.numel()).view(tensor.shape).copy_(tensor)
         return cls(tuple(tensor.shape), tensor.dtype, tensor.device, pages)
 
