@@ -50,7 +50,7 @@ def _slow_schema(number: int) -> dict[str, object]:
 
 def test_r2_slow_grammars_of_one_tenant_do_not_hold_up_those_of_another(served: AttackedServer) -> None:
     """One queue of grammars: the small one of a second tenant waits behind all that the first one sent."""
-    slow = [payloads.STORY | {"guided_json": _slow_schema(number)} for number in range(8)]
+    slow = [payloads.STORY | {"guided_json": _slow_schema(number)} for number in range(5)]
     schema = {"type": "object", "properties": {"age": {"type": "integer"}}, "required": ["age"]}
     attack = client.pending(served.target(), "/v1/completions", slow)
     with streaming(served.url, key_of("good")) as tenant, attack as connections:

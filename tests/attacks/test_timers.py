@@ -16,6 +16,7 @@ from tests.e2e.serving import wait_until
 _FAR = 86_400_000  # milliseconds
 
 
+@pytest.mark.slow  # memory is told from noise by as many log-probabilities as this
 def test_r1_finished_requests_with_a_far_deadline_are_forgotten(served: AttackedServer) -> None:
     """Each answered request stayed in memory until its deadline, with 4,000 log-probabilities."""
     fields = {"max_tokens": 100, "n": 2, "logprobs": 20, "ignore_eos": True, "deadline_ms": _FAR}

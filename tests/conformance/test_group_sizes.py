@@ -19,8 +19,8 @@ _PREFIX = "model.layers.0.mlp.up_proj"
 
 def _schemes(file_format: str, group_size: int) -> list[Scheme]:
     """What the format says it can hold at this group size."""
-    every = [
-        Scheme("int", bits, group_size, symmetric=symmetric) for bits in (2, 3, 4, 8) for symmetric in (True, False)
+    every = [  # each width once with zero points and once without, at one size or the next
+        Scheme("int", bits, group_size, symmetric=(bits + _SIZES.index(group_size)) % 2 == 0) for bits in (2, 3, 4, 8)
     ]
     return [each for each in every if FILE_FORMATS.get(file_format).refuses(each, (_ROWS, _COLUMNS)) is None]
 

@@ -205,7 +205,10 @@ def test_decode_with_a_window() -> None:
     check(Step([1, 1], [300, 20], window=33))
 
 
-@pytest.mark.parametrize(("dtype", "shared"), [(torch.bfloat16, 256), (torch.bfloat16, 16), (FLOAT8, 240)])
+@pytest.mark.parametrize(
+    ("dtype", "shared"),
+    [pytest.param(torch.bfloat16, 256, marks=slow_interpreted), (torch.bfloat16, 16), (FLOAT8, 240)],
+)
 def test_shared_prefix_is_the_same_attention(dtype: torch.dtype, shared: int) -> None:
     check(Step([1] * 4, [333, 290, 257, 304], shared=shared, dtype=dtype))
 
@@ -214,8 +217,8 @@ def test_shared_prefix_is_the_same_attention(dtype: torch.dtype, shared: int) ->
     ("dtype", "group", "dim"),
     [
         (torch.bfloat16, 3, 64),
-        (FLOAT8, 4, 40),
-        (torch.float16, 1, 80),
+        pytest.param(FLOAT8, 4, 40, marks=slow_interpreted),
+        pytest.param(torch.float16, 1, 80, marks=slow_interpreted),
         pytest.param(FLOAT8, 4, 128, marks=slow_interpreted),
     ],
 )

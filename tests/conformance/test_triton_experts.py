@@ -12,6 +12,7 @@ from torch import Tensor
 if os.environ.get("TRITON_INTERPRET") != "1" and not torch.cuda.is_available():
     pytest.skip("no GPU: test_triton.py runs this file under the interpreter", allow_module_level=True)
 
+from tests.interpreter import slow_interpreted
 from tokenmill.kernels.base import Declined
 from tokenmill.kernels.triton.experts import choose
 from tokenmill.kernels.triton.experts.choose import GEMV, PRODUCT, Plan, Tiling
@@ -232,8 +233,8 @@ def test_layers_of_every_kind(kind: str, tokens: int) -> None:
     check(layer, matrices, tokens)
 
 
-@pytest.mark.parametrize("kind", ["bf16", "fp8_block", "mxfp4"])
-@pytest.mark.parametrize("tokens", [2, 7])
+@pytest.mark.parametrize("kind", [pytest.param("bf16", marks=slow_interpreted), "fp8_block", "mxfp4"])
+@pytest.mark.parametrize("tokens", [2, pytest.param(7, marks=slow_interpreted)])
 def test_clamped_activation_with_biases(kind: str, tokens: int) -> None:
     """GPT-OSS: what exceeds the limit is cut off."""
     layer, matrices = make_layer(kind, Spec(2, score="softmax_of_selected", clamp=0.7))
@@ -247,7 +248,7 @@ def test_weights_on_the_input(tokens: int) -> None:
     check(layer, matrices, tokens)
 
 
-@pytest.mark.parametrize("kind", ["bf16", "fp8_block"])
+@pytest.mark.parametrize("kind", [pytest.param("bf16", marks=slow_interpreted), "fp8_block"])
 def test_weights_copied_by_descriptors(kind: str) -> None:
     tiling = Tiling(64, 128, 4, 1, descriptor=True)
     layer, matrices = make_layer(kind, Spec(2), bias=False)

@@ -11,6 +11,7 @@ from torch import Tensor
 if os.environ.get("TRITON_INTERPRET") != "1" and not torch.cuda.is_available():
     pytest.skip("no GPU: test_triton.py runs this file under the interpreter", allow_module_level=True)
 
+from tests.interpreter import slow_interpreted
 from tokenmill.kernels import ref, ref_latent
 from tokenmill.kernels.triton.attention.latent import latent_inputs, latent_paged_attention
 from tokenmill.kernels.triton.attention.latent_expanded import prompts_to_expand
@@ -38,7 +39,7 @@ def _table(lengths: list[int]) -> Tensor:
     [([1, 1, 1], [1, 40, 300]), ([1], [700]), ([37, 1, 5, 1], [37, 90, 64, 2]), ([70], [150])],
 )
 @pytest.mark.parametrize(("heads", "rank"), [(4, 32), (20, 48)])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, _FP8])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float32, marks=slow_interpreted), _FP8])
 def test_attention(dtype: torch.dtype, heads: int, rank: int, counts: list[int], lengths: list[int]) -> None:
     keys, values = _random(heads, _NOPE, rank) * 0.2, _random(heads, _VALUE, rank, seed=1)
     table = _table(lengths)

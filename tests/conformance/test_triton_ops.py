@@ -13,6 +13,7 @@ if os.environ.get("TRITON_INTERPRET") != "1" and not torch.cuda.is_available():
     pytest.skip("no GPU: test_triton.py runs this file under the interpreter", allow_module_level=True)
 
 from tests.conformance.test_backends import CASES
+from tests.interpreter import slow_interpreted
 from tokenmill.kernels import ref
 from tokenmill.kernels import triton as gpu
 from tokenmill.kernels.triton.step.thresholds import search
@@ -147,7 +148,7 @@ def test_draws_come_from_the_kept_tokens(temperature: float, top_k: int, top_p: 
     assert len(kept) == 1 or len(set(ids)) > 1, "eight draws from several tokens gave one"
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=slow_interpreted)])
 @pytest.mark.parametrize("spread", [0.01, 1.0, 6.0])  # flat rows are read again for every bit, peaked ones are held
 def test_thresholds_of_large_rows_keep_what_the_filters_keep(spread: float, dtype: torch.dtype) -> None:
     logits = (torch.randn(7, 9001, generator=torch.Generator().manual_seed(5)) * spread).to(DEVICE, dtype)

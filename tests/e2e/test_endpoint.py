@@ -48,7 +48,7 @@ def four_bits(files: RoundingFiles) -> Iterator[RunningServer]:
         yield server
 
 
-@pytest.mark.parametrize("name", ["F16", "Q8_0"])
+@pytest.mark.parametrize("name", [pytest.param("F16", marks=pytest.mark.slow), "Q8_0"])
 def test_our_server_is_known_by_its_file(name: str, source: Path, files: RoundingFiles) -> None:
     with serving(files.find(name)) as server:
         report = _measure(server.url, source, files)
@@ -111,6 +111,7 @@ def test_another_tokenizer_is_refused(four_bits: RunningServer, model_path: Call
         probe_endpoint(client, model_path("smollm2"), built_in_held_out(), _PLAN)
 
 
+@pytest.mark.slow
 def test_llama_cpp_is_known_by_its_file(source: Path, files: RoundingFiles) -> None:
     """Other kernels, the same file: the rounding shows through."""
     rival = LlamaCppRival()

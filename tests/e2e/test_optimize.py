@@ -124,6 +124,7 @@ def test_a_second_run_measures_nothing_and_chooses_the_same(
     assert set(printed) >= {"chosen", "cost_reduction", "quality_loss", "report"}
 
 
+@pytest.mark.slow  # tests/unit/optimize trains and times one
 def test_drafters_are_tried_where_the_prompts_are_text(
     model: Path, folder: Path, finished: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

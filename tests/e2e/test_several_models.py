@@ -334,7 +334,7 @@ def test_keys_and_their_models(models: dict[str, Path], tmp_path: Path) -> None:
         assert server.stop() == 0
 
 
-@pytest.mark.parametrize("first", ["one", "vectors"])
+@pytest.mark.parametrize("first", [pytest.param("one", marks=pytest.mark.slow), "vectors"])
 def test_an_encoder_beside_a_model_that_generates(
     models: dict[str, Path], tmp_path: Path, texts: dict[str, str], first: str
 ) -> None:

@@ -77,7 +77,7 @@ STEPS = [
     [(0, 10, 1), (1, 5, 1), (2, 12, 1), (3, 3, 1)],
     [(0, 11, 1), (1, 6, 1), (2, 13, 1), (3, 4, 1)],
     [(0, 12, 1), (1, 7, 1), (2, 14, 1), (3, 5, 1)],
-]
+][: 5 if torch.cuda.is_available() else 4]
 
 
 def logits(runtime: Runtime, slots: list[int]) -> Tensor:

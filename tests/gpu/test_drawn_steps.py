@@ -41,13 +41,14 @@ def model(folder: Path) -> Path:
 def test_the_same_tokens_as_step_by_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Grammars, biases, bans and reports beside plain rows, while requests end and others go on."""
     folder, asked = model(tmp_path), prompts(6, 9)
+    longest = 12 if ON_GPU else 9
     params = [
-        SamplingParams(max_tokens=12, **GUIDED),
+        SamplingParams(max_tokens=longest, **GUIDED),
         SamplingParams(max_tokens=7, **(GUIDED | {"temperature": 0.8, "seed": 5}), logprobs=2),
-        SamplingParams(max_tokens=12, **COMMON),
-        SamplingParams(max_tokens=9, logit_bias=BANNED, repetition_penalty=1.4, **COMMON),
+        SamplingParams(max_tokens=longest, **COMMON),
+        SamplingParams(max_tokens=longest - 1, logit_bias=BANNED, repetition_penalty=1.4, **COMMON),
         SamplingParams(max_tokens=5, bad_word_ids=((3,), (5, 6)), **COMMON),
-        SamplingParams(max_tokens=12, temperature=0.9, seed=5, top_k=20, ignore_eos=True),
+        SamplingParams(max_tokens=longest, temperature=0.9, seed=5, top_k=20, ignore_eos=True),
     ]
     found, queued = {}, []
     for executor in ("cuda_eager", "cuda_graph"):

@@ -1,5 +1,5 @@
 """Every registered architecture inside the engine against transformers: log-probabilities of greedy tokens within 1e-4,
-computed alone, in a batch of sixteen in chunks, with a prefix hit, after preemption and by siblings; the same tokens in
+computed alone, in a batch of eight in chunks, with a prefix hit, after preemption and by siblings; the same tokens in
 all of them. Run with -s for the table."""
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tokenmill.model.architectures import ARCHITECTURES
 _REFERENCE = {"kernels": "ref", "executor": "eager", "threads": 1, "context": 96, "kv_cache_dtype": "float32"}
 _TOP = 5
 _GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, logprobs=_TOP)
-_LENGTHS = [50, 7, 33, 18, 12, 40, 3, 21, 17, 8, 5, 25, 14, 28, 36, 9]
+_LENGTHS = [50, 7, 33, 18, 3, 21, 12, 9]
 _TOLERANCE = 1e-4
 
 
@@ -70,19 +70,19 @@ def test_engine_matches_transformers(name: str, tmp_path: Path, table: dict[str,
     write_tokenizer(tmp_path)
     prompts, cases = _prompts(), {}
     with LLM(tmp_path, batch_tokens=256, prefix_caching=False, **_REFERENCE) as llm:
-        cases["alone"] = [llm.generate([prompt], _GREEDY)[0] for prompt in prompts[:4]]
+        cases["alone"] = [llm.generate([prompt], _GREEDY)[0] for prompt in prompts[:3]]
     with LLM(tmp_path, batch_tokens=17, page_size=4, **_REFERENCE) as llm:
-        cases["batch of 16"] = llm.generate(prompts, _GREEDY)
-        cases["prefix hit"] = llm.generate(prompts[:4], _GREEDY)
+        cases["batch of 8"] = llm.generate(prompts, _GREEDY)
+        cases["prefix hit"] = llm.generate(prompts[:3], _GREEDY)
         assert all(output.num_cached_tokens > 0 for output in cases["prefix hit"])
-        cases["siblings"] = llm.generate(prompts[:4], replace(_GREEDY, n=3))
+        cases["siblings"] = llm.generate(prompts[:3], replace(_GREEDY, n=3))
         page_bytes = llm.parts.runtime.budget.page_bytes
         one = llm.parts.runtime.layout.peak_pages(96)
         states = llm.parts.runtime.layout.state_bytes * llm.parts.config.concurrency
-    with LLM(tmp_path, batch_tokens=32, page_size=1, memory=one * 2 * page_bytes + states, **_REFERENCE) as llm:
-        cases["preemption"] = llm.generate(prompts[:8], replace(_GREEDY, max_tokens=24))  # so long that pages run out
+    with LLM(tmp_path, batch_tokens=32, page_size=1, memory=one * 3 // 2 * page_bytes + states, **_REFERENCE) as llm:
+        cases["preemption"] = llm.generate(prompts[:6], replace(_GREEDY, max_tokens=16))  # so long that pages run out
         assert llm.stats.num_preemptions > 0 or not page_bytes
-    tokens = {number: output.outputs[0].token_ids for number, output in enumerate(cases["batch of 16"])}
+    tokens = {number: output.outputs[0].token_ids for number, output in enumerate(cases["batch of 8"])}
     for outputs in cases.values():
         for number, output in enumerate(outputs):
             begins = [each.token_ids[: _GREEDY.max_tokens] for each in output.outputs]

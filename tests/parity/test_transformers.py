@@ -69,7 +69,7 @@ def test_logits_match_transformers(name: str, device: torch.device, executor_nam
     with torch.inference_mode():
         expected = oracle(torch.tensor([ids])).logits[0]
     rounded = executor_name.startswith("cuda")
-    for chunks in ([_LENGTH], [60] + [1] * 30, [7] * 12 + [6], [1] * 40 + [50]):
+    for chunks in ([_LENGTH], [60] + [1] * 12 + [18], [7] * 12 + [6], [1] * 12 + [78]):
         store = KV_STORES.get("bfloat16" if rounded else "float32")(layout, 400, device, kernels)
         executor_class = EXECUTORS.get(executor_name)
         reason = executor_class.declines(model, store)

@@ -244,7 +244,7 @@ class _Stop(Exception):
     pass
 
 
-@pytest.mark.parametrize("file_format", ["gptq", "awq"])
+@pytest.mark.parametrize("file_format", ["gptq", pytest.param("awq", marks=pytest.mark.slow)])
 def test_mended_codes_are_written_and_resume(
     file_format: str, job: QuantizeJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -154,6 +154,7 @@ def built_in_names() -> list[str]:
     return sorted(_table())
 
 
+@cache
 def built_in(name: str) -> PlannedModel:
     row = _table()[name]
     return PlannedModel(hf_config.describe(row["config"]), name, row.get("format", "bf16"))
