@@ -27,16 +27,8 @@ from benchmarks.peers.peer_process import PeerProcess
 from tokenmill.checkpoint.sources import resolve
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path, help="made by onnxruntime-genai's builder")
-    parser.add_argument("model", help="alias or .gguf of the same model")
-    parser.add_argument("--python", default=sys.executable, help="the interpreter that has onnxruntime-genai")
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--repeat", type=int, default=3)
-    arguments = parser.parse_args()
-    peer = PeerProcess(arguments.folder, arguments.threads, "onnx_peer", arguments.python)
-    ours = Ours(resolve(arguments.model).path, arguments.threads)
+def compare(name: str, peer: PeerProcess, ours: Ours, repeat: int) -> None:
+    """Prints the cases that a peer of `prefill` and `decode` is measured on; interleaved, medians."""
     generator = random.Random(0)
 
     def prompts(count: int, length: int) -> list[list[int]]:
@@ -55,10 +47,23 @@ def main() -> None:
 
     cases = {"prefill 512": prefill, "decode batch 1": decode(1, 128)}
     cases |= {f"decode batch {batch}": decode(batch, 32) for batch in (4, 16)}
-    for name, once in cases.items():
-        pairs = [once() for _ in range(arguments.repeat)]
+    for case, once in cases.items():
+        pairs = [once() for _ in range(repeat)]
         theirs, mine = (statistics.median(column) for column in zip(*pairs, strict=True))
-        print(f"{name:16} onnxruntime-genai {theirs:8.1f}  tokenmill {mine:8.1f} tok/s  ratio {mine / theirs:5.2f}")
+        print(f"{case:16} {name} {theirs:8.1f}  tokenmill {mine:8.1f} tok/s  ratio {mine / theirs:5.2f}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, help="made by onnxruntime-genai's builder")
+    parser.add_argument("model", help="alias or .gguf of the same model")
+    parser.add_argument("--python", default=sys.executable, help="the interpreter that has onnxruntime-genai")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--repeat", type=int, default=3)
+    arguments = parser.parse_args()
+    peer = PeerProcess(arguments.folder, arguments.threads, "onnx_peer", arguments.python)
+    ours = Ours(resolve(arguments.model).path, arguments.threads)
+    compare("onnxruntime-genai", peer, ours, arguments.repeat)
     peer.close()
 
 

