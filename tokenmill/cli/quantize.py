@@ -131,9 +131,7 @@ def quantize(
     ] = 0,
     memory: Annotated[int, typer.Option(parser=parse_size, metavar="SIZE", help="Memory limit, such as 4GiB.")] = 0,
     threads: Annotated[int, typer.Option(help="CPU threads. 0: all.")] = 0,
-    device: Annotated[
-        str, typer.Option(help="Where blocks are computed: auto (a GPU if there is one), cpu or cuda.")
-    ] = "auto",
+    device: Annotated[str, typer.Option(help="Where blocks are computed: auto (a GPU if any), cpu or cuda.")] = "auto",
     gate: Annotated[
         bool, typer.Option("--gate/--no-gate", help="Measure the result and refuse it if it lost too much.")
     ] = True,
@@ -186,6 +184,10 @@ def quantize(
             "--train-codes": train_codes,
             "--low-rank": low_rank,
             "--calibration-drawn": calibration_drawn,
+            "--ignore": ignore,
+            "--dtype": dtype != "auto",
+            "--symmetric/--asymmetric": symmetric is not None,
+            "--restart": restart,
         }
         if any(wrong.values()):
             raise UserError(

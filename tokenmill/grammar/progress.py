@@ -43,7 +43,8 @@ class GrammarProgress:
         same = _num_same(self._drafted, following)
         extra = len(self._drafted) - same
         if extra:
-            if self._matcher.is_error() or not self._matcher.rollback(extra):
+            # A matcher that has stopped takes back one token too many.
+            if self._matcher.is_error() or self._matcher.is_stopped() or not self._matcher.rollback(extra):
                 return False
             del self._places[same + 1 :]
         for token_id in following[same:]:

@@ -143,9 +143,10 @@ class Regular:
         return self.union([*found, self.after(node, byte)]) if found else self.empty
 
     def first_bytes(self, node: Node) -> int:
-        """Bits of bytes that can come; of characters beyond ASCII that are not known, none."""
+        """Bits of bytes that can come; of characters beyond ASCII that are not known, none. Raises TooLarge."""
         bits = 0
         while True:
+            self._work(1)
             first, rest = node.parts if node.kind == CONCAT else (node, self.epsilon)
             if first.kind in (BYTES, UNKNOWN):
                 bits |= first.parts[0]

@@ -71,11 +71,17 @@ class RegexStates:
     def may_be_forced(self, state: int) -> bool:
         known = self._forced.get(state)
         if known is None:
-            byte = self._only_byte(state)
-            after = self.after(state, bytes([byte])) if byte is not None and byte >= 0 else None
-            known = byte is not None and (after is None or self._only_byte(after) is not None)
+            try:
+                known = self._finds_forced(state)
+            except TooLarge:
+                known = True
             self._forced[state] = known
         return known
+
+    def _finds_forced(self, state: int) -> bool:
+        byte = self._only_byte(state)
+        after = self.after(state, bytes([byte])) if byte is not None and byte >= 0 else None
+        return byte is not None and (after is None or self._only_byte(after) is not None)
 
     def _only_byte(self, state: int) -> int | None:
         """The byte that alone is certain to be possible; None if there are others, -1 if none is."""

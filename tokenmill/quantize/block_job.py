@@ -54,8 +54,9 @@ def quantize_block(block: CalibratedBlock, recipe: Recipe) -> QuantizedBlock:
     ordered = {name: scheme_of[name] for group in block.groups for name in group.names if name in scheme_of}
     matrices: Mapping[str, QuantizedMatrix] = {}
     with torch.enable_grad():  # methods that learn disable it themselves where they do not need it
-        for transform in recipe.transforms if ordered else ():
-            transform.apply(block, ordered)
+        for transform in recipe.transforms:
+            if ordered or transform.turns_states:  # what other blocks hand over is turned, whatever is left out here
+                transform.apply(block, ordered)
         block.begin_rounding()
         if ordered:
             block.watch_errors()

@@ -26,8 +26,8 @@ class BlockWeights:
 
     def __init__(self, source: SourceModel, cache_bytes: int) -> None:
         self._source = source
-        one = sum(4 * out * width for out, width in map(source.shape, source.linear_names(0)))
-        self._keeps = one * source.num_blocks <= cache_bytes
+        whole = sum(4 * out * width for out, width in map(source.shape, source.layer_linears()))
+        self._keeps = whole <= cache_bytes
         self._kept: dict[int, dict[str, Tensor]] = {}
 
     def __getitem__(self, index: int) -> Mapping[str, Tensor]:

@@ -69,6 +69,18 @@ def gram_bytes(source: SourceModel) -> int:
     return sum(4 * rows * _gram_width(rows) for rows in heights)
 
 
+def gradient_bytes(
+    source: SourceModel, block_bytes: int, sequence_bytes: int, count: int, length: int
+) -> tuple[int, int]:
+    """(where it is computed, on the host besides): of a pass down and back over `count` sequences. `block_bytes`: a
+    block's weights as floats; `sequence_bytes`: of one sequence in a block, some three of which autograd keeps."""
+    d = source.description
+    states = 4 * length * d.hidden_size
+    logits = 3 * 4 * _ROWS * d.vocab_size
+    computed = 4 * d.vocab_size * d.hidden_size + block_bytes + logits + 3 * min(count, _AT_ONCE) * sequence_bytes
+    return computed + count * states, count * states * (source.num_blocks + 1)
+
+
 def _gram_width(rows: int) -> int:
     return rows if rows <= _WHOLE else _TILE
 

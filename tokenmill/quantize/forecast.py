@@ -7,8 +7,8 @@ and what still does not fit is refused with the cap that it would need. Used by 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -17,15 +17,17 @@ from tokenmill.checkpoint.mixers import Recurrent
 from tokenmill.errors import UserError
 from tokenmill.hardware.machine import available_memory
 from tokenmill.quantize.device import free_device_bytes
-from tokenmill.quantize.fisher import gram_bytes
+from tokenmill.quantize.fisher import FISHER_SEQUENCES, GRAM_SEQUENCES, gradient_bytes, gram_bytes
 from tokenmill.quantize.recipe import Recipe
 from tokenmill.quantize.source import SourceModel
+from tokenmill.quantize.workspace import Workspace
 
 MIB = 1 << 20
 _BATCH_TOKENS = 4096  # per batch where memory allows: more gains nothing
 _ENGINE_BYTES = 384 * MIB  # of an engine, beside its weights, in the gate
 _PASSES = 3  # runs of a block's calibration data: to each input in turn, and once through
 _TAPED_PASSES = 1.1  # the same where each goes on from the one before
+_STATES = "states"  # in the workspace
 _STATUS = Path("/proc/self/status")
 
 
@@ -58,22 +60,32 @@ def forecast_job(
     device: torch.device,
 ) -> Forecast:
     """`sequences`: (samples, length), None for a data-free job. `cap`: bytes on the host, 0 for none."""
-    on_host = device.type == "cpu"
-    step = _step_bytes(source, recipe)
-    fixed = resident_bytes() + _block_bytes(source) + _edge_bytes(source) + (step if on_host else 0)
-    fixed += gram_bytes(source) if recipe.solver.needs_outputs else 0
-    beside = _float_bytes(source) if recipe.needs_targets else 0  # its float weights, until it is rounded
+    on_host, kinds = device.type == "cpu", block_kinds(source)
+    step = _step_bytes(kinds, recipe)
+    grams = gram_bytes(source) if recipe.solver.needs_outputs else 0  # held by the job
+    fixed = resident_bytes() + _block_bytes(kinds) + grams + (step if on_host else 0)
+    beside = float_bytes(kinds) if recipe.needs_targets else 0  # its float weights, until it is rounded
     fixed += beside if on_host else 0
     samples, length = sequences or (0, 0)
     copies = 2 if recipe.needs_targets else 1
     batch, half, needed = _fit(source, fixed, samples, length, cap, on_host, copies)
-    disk = 2 * output_bytes + 2 * copies * _states_bytes(source, samples * length, half)
-    device_bytes = 0 if on_host else _block_bytes(source) + beside + step + batch * _sequence_bytes(source, length)
-    kept = copies * _tape_bytes(source, samples * length)
+    states = copies * _states_bytes(source, samples * length, half)
+    disk = 2 * output_bytes + 2 * states + grams
+    device_bytes = 0 if on_host else _block_bytes(kinds) + beside + step + batch * _sequence_bytes(source, length)
+    kept = copies * _tape_bytes(source, kinds, samples * length)
     tapes = _tapes_fit(kept, needed, device_bytes, cap, device)
     needed, device_bytes = (needed + (kept if tapes and on_host else 0), device_bytes + (kept if tapes else 0))
+    # Before the first block: tables are written, then or before that gradients are taken of the whole model.
+    turned = any(step.turns_states for step in recipe.transforms)
+    needed = max(needed, resident_bytes() + grams + states + _edge_bytes(source, turned))
+    if recipe.solver.needs_outputs or recipe.solver.needs_states:
+        count = min(samples, GRAM_SEQUENCES if recipe.solver.needs_outputs else FISHER_SEQUENCES)
+        on_both, states = gradient_bytes(source, float_bytes(kinds), _sequence_bytes(source, length), count, length)
+        tables = _table_bytes(source, 8) if turned else 0
+        needed = max(needed, resident_bytes() + grams + states + tables + (on_both if on_host else 0))
+        device_bytes = max(device_bytes, grams + on_both)
     device_bytes = 0 if on_host else device_bytes
-    seconds = _seconds(source, recipe, samples, length, device, _TAPED_PASSES if tapes else _PASSES)
+    seconds = _seconds(kinds, recipe, samples, length, device, _TAPED_PASSES if tapes else _PASSES)
     return Forecast(needed, device_bytes, seconds, disk, batch, half, tapes)
 
 
@@ -106,12 +118,12 @@ def states_plan(
     source: SourceModel, samples: int, length: int, cap: int, device: torch.device, copies: int = 1
 ) -> StatesPlan:
     """Of a job that only collects statistics. `copies`: see _fit."""
-    fixed = resident_bytes() + _block_bytes(source) + (copies - 1) * _float_bytes(source)
+    kinds = block_kinds(source)
+    fixed = resident_bytes() + _block_bytes(kinds) + (copies - 1) * float_bytes(kinds)
     batch, half, needed = _fit(source, fixed, samples, length, cap, device.type == "cpu", copies)
-    on_device = _block_bytes(source) + copies * _float_bytes(source) + batch * _sequence_bytes(source, length)
-    return StatesPlan(
-        batch, half, _tapes_fit(copies * _tape_bytes(source, samples * length), needed, on_device, cap, device)
-    )
+    on_device = _block_bytes(kinds) + copies * float_bytes(kinds) + batch * _sequence_bytes(source, length)
+    tapes = copies * _tape_bytes(source, kinds, samples * length)
+    return StatesPlan(batch, half, _tapes_fit(tapes, needed, on_device, cap, device))
 
 
 def check_cap(forecast: Forecast, cap: int) -> None:
@@ -120,9 +132,17 @@ def check_cap(forecast: Forecast, cap: int) -> None:
         raise UserError(
             f"the job needs about {forecast.memory_bytes / MIB:,.0f} MiB, more than --memory allows "
             f"({cap / MIB:,.0f} MiB)",
-            f"give --memory {-(-forecast.memory_bytes // MIB)}MiB, or leave out --train-codes, --tune-scales "
-            "or --low-rank",
+            f"give --memory {-(-forecast.memory_bytes // MIB)}MiB, or leave out --train-codes, --tune-scales, "
+            "--low-rank or metric=fisher where one is given",
         )
+
+
+def as_begun(forecast: Forecast, workspace: Workspace) -> Forecast:
+    """How states are kept and moved decides last bits: a resumed job does as it began, whatever --memory allows now."""
+    begun = workspace.read_json(_STATES)
+    if begun is None:
+        workspace.write_json(_STATES, begun := {"batch": forecast.batch, "half_states": forecast.half_states})
+    return replace(forecast, **begun)
 
 
 def check_memory(cap: int) -> None:
@@ -157,9 +177,9 @@ def _fit(
     )
 
 
-def _tape_bytes(source: SourceModel, num_tokens: int) -> int:
+def _tape_bytes(source: SourceModel, kinds: Sequence[BlockKind], num_tokens: int) -> int:
     """What is kept at a stop: the widest input of a linear, and the residual stream; and holes that it leaves."""
-    widest = max(width for _, width in _linear_sizes(source).values())
+    widest = max(width for kind in kinds for _, width in kind.sizes)
     return 5 * num_tokens * (widest + source.description.hidden_size)
 
 
@@ -194,30 +214,55 @@ def peak_bytes() -> int:
     return peak
 
 
-def _linear_sizes(source: SourceModel) -> Mapping[str, tuple[int, int]]:
-    return {name: source.shape(name) for name in source.linear_names(0)}
+@dataclass(frozen=True, slots=True)
+class BlockKind:
+    """Blocks of the same sizes: of many models all, of mixtures often all but the first."""
+
+    sizes: tuple[tuple[int, int], ...]  # (out, in) of each linear
+    stacks: tuple[tuple[int, int], ...]  # (out together, in) of linears that read one input
+    count: int = 1
+
+    @property
+    def num_weights(self) -> int:
+        return sum(out * width for out, width in self.sizes)
 
 
-def _block_bytes(source: SourceModel) -> int:
+def block_kinds(source: SourceModel) -> Sequence[BlockKind]:
+    kinds: dict[tuple[tuple[int, int], ...], BlockKind] = {}
+    for index in range(source.num_blocks):
+        sizes = tuple(source.shape(name) for name in source.linear_names(index))
+        if sizes in kinds:
+            kinds[sizes] = replace(kinds[sizes], count=kinds[sizes].count + 1)
+            continue
+        groups = [[source.shape(name) for name in group.names] for group in source.groups(index)]
+        stacks = tuple((sum(out for out, _ in group), group[0][1]) for group in groups)
+        kinds[sizes] = BlockKind(sizes, stacks)
+    return list(kinds.values())
+
+
+def _block_bytes(kinds: Sequence[BlockKind]) -> int:
     """One block: float32 weights, the codes as bytes, and the packed result."""
-    return sum(out * width for out, width in _linear_sizes(source).values()) * (4 + 1 + 1)
+    return max(kind.num_weights for kind in kinds) * (4 + 1 + 1)
 
 
-def _float_bytes(source: SourceModel) -> int:
-    return 4 * sum(out * width for out, width in _linear_sizes(source).values())
+def float_bytes(kinds: Sequence[BlockKind]) -> int:
+    return 4 * max(kind.num_weights for kind in kinds)
 
 
-def _step_bytes(source: SourceModel, recipe: Recipe) -> int:
+def _step_bytes(kinds: Sequence[BlockKind], recipe: Recipe) -> int:
     """The largest memory of any step on any group of one block."""
-    sizes = _linear_sizes(source)
-    stacks = [(sum(sizes[name][0] for name in group.names), sizes[group.names[0]][1]) for group in source.groups(0)]
-    return max(step.memory_bytes(stack) for step in recipe.steps for stack in stacks)
+    return max(step.memory_bytes(stack) for step in recipe.steps for kind in kinds for stack in kind.stacks)
 
 
-def _edge_bytes(source: SourceModel) -> int:
-    """The embedding while it is converted; it is freed before calibration begins."""
-    d = source.description
-    return max(0, 2 * d.vocab_size * d.hidden_size - _block_bytes(source))
+def _table_bytes(source: SourceModel, each: int) -> int:
+    return each * source.description.vocab_size * source.description.hidden_size
+
+
+def _edge_bytes(source: SourceModel, turned: bool) -> int:
+    """Embedding and head while they are written, twice in 16 bits, and as floats where they are turned."""
+    if turned:
+        return _table_bytes(source, 2 * (4 + 4))
+    return _table_bytes(source, 4 if source.description.tie_embeddings else 8)
 
 
 def _sequence_bytes(source: SourceModel, length: int) -> int:
@@ -236,19 +281,21 @@ def _recurrent_width(source: SourceModel) -> int:
 
 
 def _seconds(
-    source: SourceModel, recipe: Recipe, samples: int, length: int, device: torch.device, passes: float
+    kinds: Sequence[BlockKind], recipe: Recipe, samples: int, length: int, device: torch.device, passes: float
 ) -> float:
     """Estimated from the operations of the matrix products and this machine's measured speed."""
-    weights = sum(out * width for out, width in _linear_sizes(source).values())
-    operations = 200.0 * weights  # choosing grids and rounding
-    operations += sum(step.operations(weights, length) for step in recipe.steps)
-    num_tokens = samples * length
-    if recipe.needs_calibration:
-        squares = sum(source.shape(group.names[0])[1] ** 2 for group in source.groups(0))
-        cubes = sum(source.shape(group.names[0])[1] ** 3 for group in source.groups(0))
-        both = 2 if recipe.needs_targets else 1  # models that run; of the second one cross moments
-        operations += num_tokens * both * (2.0 * passes * weights + 1.1 * squares) + 2.0 * cubes
-    return source.num_blocks * operations / operations_per_second(device)
+    total, num_tokens = 0.0, samples * length
+    for kind in kinds:
+        weights = kind.num_weights
+        operations = 200.0 * weights  # choosing grids and rounding
+        operations += sum(step.operations(weights, length) for step in recipe.steps)
+        if recipe.needs_calibration:
+            squares = sum(width**2 for _, width in kind.stacks)
+            cubes = sum(width**3 for _, width in kind.stacks)
+            both = 2 if recipe.needs_targets else 1  # models that run; of the second one cross moments
+            operations += num_tokens * both * (2.0 * passes * weights + 1.1 * squares) + 2.0 * cubes
+        total += kind.count * operations
+    return total / operations_per_second(device)
 
 
 def operations_per_second(device: torch.device) -> float:

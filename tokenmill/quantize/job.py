@@ -45,6 +45,7 @@ from tokenmill.quantize.finish import GATE_CONTEXT, GateRequest, conclude
 from tokenmill.quantize.forecast import (
     MIB,
     Forecast,
+    as_begun,
     check_cap,
     check_memory,
     forecast_job,
@@ -152,7 +153,6 @@ class PreparedJob:
             "device": self.device.type,
             "calibration": self.calibration.digest if self.calibration else None,
             **({"drawn": self.job.drawn} if self.job.drawn else {}),
-            "batch": [self.forecast.batch, self.forecast.half_states],
             **({"kv_scales": True} if self.job.kv_scales else {}),
             **({"drop_layers": self.job.drop_layers} if self.job.drop_layers else {}),
             **({"low_rank": self.job.low_rank} if self.job.low_rank else {}),
@@ -185,18 +185,18 @@ def prepare(job: QuantizeJob) -> PreparedJob:
     float_config(checkpoint, source.description, dtype_name(dtype))  # refused here rather than after hours
     if job.low_rank:
         check_low_rank(job.low_rank, recipe, job.last_pass.steps)
-    check_trainable(job.train, job.tune, recipe)
+    check_trainable(job.train, job.tune, recipe, job.calibration_samples + job.drawn)
     calibration, needs_states = None, recipe.needs_calibration or job.kv_scales or bool(job.low_rank)
     if needs_states or job.last_pass.steps:
         template = load_chat_template(path)
         calibration = read_calibration(job.calibration, load_tokenizer(path), template, job.calibration_samples, length)
-    size = output_bytes(source, recipe, shapes, dtype)
-    samples = job.calibration_samples + job.drawn
+    size, samples = output_bytes(source, recipe, shapes, dtype), job.calibration_samples + job.drawn
     forecast = forecast_job(source, recipe, (samples, length) if needs_states else None, job.memory, size, device)
     if job.low_rank:
         forecast = with_low_rank(forecast, source)
     if job.last_pass.steps:
-        forecast = with_tuning(forecast, source, job.last_pass, samples, length, device)
+        untied = not source.description.tie_embeddings or any(step.turns_states for step in recipe.transforms)
+        forecast = with_tuning(forecast, source, job.last_pass, samples, length, untied, device)
     if job.drawn:
         forecast = with_drawing(forecast, source, calibration is not None, job.drawn * length, device)
     check_room(device, forecast.device_bytes)
@@ -245,7 +245,7 @@ def run_job(prepared: PreparedJob, on_block: Progress = lambda _done, _all, _lef
     job, source, recipe = prepared.job, prepared.source, prepared.recipe
     workspace = Workspace(job.out, prepared.key, job.restart)
     text = with_drawn(prepared.calibration, prepared.path, workspace, job.drawn, job.threads, job.device)
-    prepared = replace(prepared, calibration=text)
+    prepared = replace(prepared, calibration=text, forecast=as_begun(prepared.forecast, workspace))
     edges = Edges(source, _job_data(prepared, workspace))
     for step in recipe.steps:
         step.begin(edges)

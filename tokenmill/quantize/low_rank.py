@@ -28,7 +28,7 @@ from tokenmill.checkpoint.open import open_checkpoint
 from tokenmill.errors import UserError
 from tokenmill.quantize.calibrate import CalibratedBlock
 from tokenmill.quantize.extract import factorize
-from tokenmill.quantize.forecast import Forecast
+from tokenmill.quantize.forecast import Forecast, block_kinds, float_bytes
 from tokenmill.quantize.recipe import Recipe
 from tokenmill.quantize.source import SourceModel
 from tokenmill.quantize.workspace import Workspace
@@ -48,8 +48,8 @@ def check_low_rank(rank: int, recipe: Recipe, last_steps: int) -> None:
 
 def with_low_rank(forecast: Forecast, source: SourceModel) -> Forecast:
     """Also the errors of a block, and the second moments of its widest input with their factor in float64."""
-    shapes = [source.shape(name) for name in source.linear_names(0)]
-    added = sum(4 * out * width for out, width in shapes) + max(20 * width**2 for _, width in shapes)
+    kinds = block_kinds(source)
+    added = float_bytes(kinds) + max(20 * width**2 for kind in kinds for _, width in kind.sizes)
     return replace(forecast, memory_bytes=forecast.memory_bytes + added)
 
 

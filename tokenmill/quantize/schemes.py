@@ -106,6 +106,8 @@ def adjust(
         if not method.free_bits:
             raise UserError(f"{name} has {scheme.bits} bits, not {bits}", "leave --bits out, or use gptq or rtn")
         scheme = replace(scheme, bits=bits)
+    if group_size is not None and group_size < 0:
+        raise UserError(f"groups of {group_size} weights cannot be", "give --group-size 0 for one scale per row")
     if group_size is not None and group_size != scheme.group_size:
         if not method.free_group:
             raise UserError(

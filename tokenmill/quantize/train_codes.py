@@ -30,8 +30,12 @@ _MEASURED_BITS = 2  # at which it wins
 _NEAREST = 0.49  # of a step, that a weight may lie from its code
 
 
-def check_trainable(steps: int, tune: int, recipe: Recipe) -> None:
+def check_trainable(steps: int, tune: int, recipe: Recipe, samples: int) -> None:
     """Refused before any long work."""
+    if (steps or tune) and samples < 2:
+        raise UserError(
+            "one calibration sequence cannot be learned from and held out too", "give --calibration-samples 2 or more"
+        )
     if not steps:
         return
     if tune:

@@ -23,6 +23,7 @@ from tokenmill.quantize.divergence import final_norm, head_logits, run_block
 from tokenmill.quantize.source import SourceModel
 
 _ROWS = 256  # of logits at a time
+LOGIT_BYTES = 5 * 4 * _ROWS  # for each word of the vocabulary, while two models are compared
 _LIKELY, _ASKED = 1e-3, 4096  # probability that makes a token likely, anywhere after so many tokens of the text
 _MOMENTS = (0.9, 0.99)
 _MIXING = 0.3  # share of the rate that the mixing of the head's input gets
@@ -162,7 +163,7 @@ class EndToEnd:
         """Learn what the students and the final norm have to learn; all as before if a held-out batch got worse."""
         count = self._sequences.shape[0]
         held_out = list(range(0, count, max(2, count // options.sequences)))[: options.sequences]
-        rest = [index for index in range(count) if index not in held_out] or held_out
+        rest = [index for index in range(count) if index not in held_out]
         before = self.divergence(held_out)
         optimizer = Adam()
         done = 0 if progress is None else self._restore(progress, optimizer)

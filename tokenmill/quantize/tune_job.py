@@ -24,7 +24,7 @@ from tokenmill.quantize.forecast import Forecast, operations_per_second, residen
 from tokenmill.quantize.kv_scales import scales_among
 from tokenmill.quantize.source import EMBEDDING, HEAD, SourceModel, narrow, stored_norm
 from tokenmill.quantize.train_codes import KeptTraining, TrainedCodes, more_bytes, more_operations, training_options
-from tokenmill.quantize.tune import KEPT_BYTES, EndToEnd, Student, Tunable, TuneOptions, graph_bytes
+from tokenmill.quantize.tune import KEPT_BYTES, LOGIT_BYTES, EndToEnd, Student, Tunable, TuneOptions, graph_bytes
 from tokenmill.quantize.workspace import Workspace
 
 _HOST = torch.device("cpu")
@@ -94,9 +94,15 @@ class LastPass:
 
 
 def with_tuning(
-    forecast: Forecast, source: SourceModel, plan: LastPass, sequences: int, length: int, device: torch.device = _HOST
+    forecast: Forecast,
+    source: SourceModel,
+    plan: LastPass,
+    sequences: int,
+    length: int,
+    untied: bool,
+    device: torch.device = _HOST,
 ) -> Forecast:
-    """The forecast of a job with this pass at its end."""
+    """The forecast of a job with this pass at its end. `untied`: the head is a table of its own."""
     d = source.description
     weights = sum(out * width for out, width in map(source.shape, source.layer_linears()))
     head = d.vocab_size * d.hidden_size
@@ -110,14 +116,18 @@ def with_tuning(
     block = 4 * weights // source.num_blocks
     entering = 4 * tokens * d.hidden_size * (source.num_blocks + 1)
     activations = graphs if graphs <= KEPT_BYTES else graphs // source.num_blocks
-    held = 2 * weights + 8 * head + 6 * block + entering + activations + 4 * taught * d.hidden_size
+    held: float = 2 * weights + 6 * block + entering + activations + 4 * taught * d.hidden_size
+    # Embedding, head, the float model's head, and the rows of both heads that are compared; logits; the mixed head.
+    held += (4 * (3 if untied else 2) + 2 * 4 * _LIKELY) * head + LOGIT_BYTES * d.vocab_size
+    held += (4 * head if untied else 0) + 16 * d.hidden_size**2  # the mixing before the head and how it is learned
     more = more_bytes(weights) if plan.trains else 0
-    held += more + 16 * d.hidden_size**2  # the mixing before the head and how it is learned
-    on_device = 0 if device.type == "cpu" else held
+    needed = int(held) + more
+    stored = 2 * (4 if untied else 2) * head  # tables of 16 bits, as they were and as they will be
+    on_device = 0 if device.type == "cpu" else needed
     return replace(
         forecast,
         seconds=forecast.seconds + seconds,
-        memory_bytes=max(forecast.memory_bytes, resident_bytes() + held),
+        memory_bytes=max(forecast.memory_bytes, resident_bytes() + needed + stored),
         device_bytes=max(forecast.device_bytes, on_device),
         disk_bytes=forecast.disk_bytes + 2 * weights + 2 * more,
     )

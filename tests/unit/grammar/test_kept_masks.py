@@ -159,6 +159,21 @@ def test_rolled_back_drafts_leave_no_trace(compiler: GrammarCompiler) -> None:
         output.append(choice.choice([each for each in _allowed(bits) if each != EOS]))
 
 
+def test_a_rolled_back_end_leaves_no_mask_of_another_state(compiler: GrammarCompiler) -> None:
+    """Drafts may run past the end of the output: the library takes back one token too many there."""
+    grammar = compiler.compile(StructuredSpec("regex", "a{1,2}b?"))
+    progress, start, draft = GrammarProgress(grammar), _ids("a"), [*_ids("b"), EOS]
+    for drafted in ((), draft[:1], draft):
+        assert progress.follow(start, drafted)
+    output = [*start, *_ids("a")]
+    if not progress.follow(output, ()):  # as the sampler does
+        progress = GrammarProgress(grammar)
+        assert progress.follow(output, ())
+    bits = progress.mask()
+    assert bits is not None
+    assert (bits == _fresh(grammar, output)).all()
+
+
 def test_after_the_end_and_after_a_wrong_token_it_is_as_without_states(compiler: GrammarCompiler) -> None:
     grammar = compiler.compile(StructuredSpec("regex", "ab?"))
     for written, wanted in (("a", [EOS, *_ids("b")]), ("ab", [EOS])):

@@ -129,6 +129,15 @@ def test_a_language_that_grows_is_left_where_its_limit_is(monkeypatch: pytest.Mo
     assert again is None or states.after(states.start, b"a") == again
 
 
+def test_finding_out_what_is_forced_has_a_limit() -> None:
+    states = RegexStates("a?b?" * 400 + "z")
+    after = states.after(states.start, b"a")
+    assert after is not None
+    before = states._regular._work_left
+    states.may_be_forced(after)
+    assert states._regular._work_left < before
+
+
 def test_choices_are_what_begins_with_the_output() -> None:
     states = ChoiceStates(("maybe not", "maybe", "no", "nöo"))
     assert states.after(states.start, b"x") is None

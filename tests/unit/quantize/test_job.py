@@ -142,27 +142,18 @@ def test_report_and_card(job: QuantizeJob) -> None:
     assert "model.layers.2.mlp.down_proj" in card
 
 
-def test_float16_states_and_small_batches_fit_a_smaller_cap(job: QuantizeJob, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(forecast, "resident_bytes", lambda _key="VmRSS": 0)
-    with_tapes = prepare(job).forecast
-    free = prepare(replace(job, memory=with_tapes.memory_bytes - 1)).forecast
-    assert (with_tapes.tapes, free.tapes, free.batch, free.half_states) == (True, False, 6, False)
-    one = forecast._sequence_bytes(prepare(job).source, 32)
-    smaller = prepare(replace(job, memory=free.memory_bytes - 3 * one)).forecast
-    assert (smaller.batch, smaller.half_states) == (2, False)
-    least = prepare(replace(job, memory=free.memory_bytes - 5 * one - 10_000)).forecast
-    assert (least.batch, least.half_states) == (1, True)
-    with pytest.raises(UserError, match=r"give --memory \d+MiB, or fewer --calibration-samples"):
-        prepare(replace(job, memory=1 << 20))
-
-
-def test_a_job_that_outgrows_its_cap_stops_and_can_go_on(job: QuantizeJob, monkeypatch: pytest.MonkeyPatch) -> None:
-    prepared = prepare(replace(job, memory=8 << 30))
-    monkeypatch.setattr(forecast, "peak_bytes", lambda: 9 << 30)
-    with pytest.raises(UserError, match="finished blocks are kept"):
-        run_job(prepared)
-    monkeypatch.undo()
-    assert run_job(prepared).resumed_blocks == 1
+@pytest.mark.parametrize("method", ["rotation+rtn", "spinquant+rtn"])
+def test_a_block_that_is_left_out_is_turned_with_the_others(method: str, job: QuantizeJob) -> None:
+    request = RecipeRequest(method, bits=8, group_size=32, ignore=(r"re:model\.layers\.0\..*",))
+    run_job(prepare(replace(job, recipe=request)))
+    tokens, logprobs = [1, 5, 9, 13, 7, 100, 2000, 31000], []
+    for path in (job.model, str(job.out)):
+        with LLM(path, context=64, concurrency=1, kernels="ref") as llm:
+            output = llm.generate([tokens], SamplingParams(max_tokens=1, prompt_logprobs=0))[0]
+        assert output.prompt_logprobs is not None
+        found = zip(tokens[1:], output.prompt_logprobs[1:], strict=True)
+        logprobs.append(torch.tensor([each[token].logprob for token, each in found if each is not None]))
+    assert float((logprobs[0] - logprobs[1]).abs().max()) < 0.02
 
 
 def test_bad_input_is_refused_before_any_work(
@@ -177,6 +168,12 @@ def test_bad_input_is_refused_before_any_work(
         (replace(job, recipe=RecipeRequest("rtn", bits=3, group_size=32), format="awq"), "compressed-tensors"),
         (replace(job, format="awq2"), "did you mean 'awq'"),
         (replace(job, dtype="float8"), "--dtype float8"),
+        (replace(job, recipe=RecipeRequest("gptq", group_size=-32)), "groups of -32 weights cannot be"),
+        (replace(job, recipe=RecipeRequest("gptq", group_size=32, options=(("damping", "NaN"),))), "damping is nan"),
+        (replace(job, recipe=RecipeRequest("gptq", group_size=32, options=(("damping", "1.5"),))), "damping is 1.5"),
+        (replace(job, recipe=RecipeRequest("gptq", group_size=32, options=(("norm", "-2"),))), "norm is -2"),
+        (replace(job, recipe=RecipeRequest("gptq", group_size=32, options=(("least_tokens", "2"),))), "least_tokens"),
+        (replace(job, tune=2, calibration_samples=1), "held out too"),
         (replace(job, out=tmp_path / "none" / "out"), "is not a directory"),
         (replace(job, out=tmp_path), "exists"),
     ]

@@ -199,5 +199,5 @@ def test_a_job_whose_last_pass_does_not_fit_is_refused(job: QuantizeJob) -> None
 def test_what_cannot_be_trained_is_refused(method: str) -> None:
     recipe = build_recipe(RecipeRequest(method), {"model.layers.0.mlp.down_proj": (64, 128)})
     with pytest.raises(UserError, match="--train-codes"):
-        check_trainable(5, 0, recipe)
-    check_trainable(0, 5, recipe)
+        check_trainable(5, 0, recipe, 8)
+    check_trainable(0, 5, recipe, 8)

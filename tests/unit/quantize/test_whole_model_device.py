@@ -72,7 +72,7 @@ def test_its_memory_there_is_forecast(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(tune_job, "operations_per_second", lambda _: 1e12)  # a GPU is asked for its name
     source = TinyModel("llama", tmp_path).source
     nothing = Forecast(0, 0, 0.0, 0, 1, False)
-    assert with_tuning(nothing, source, LastPass(4), 8, 24).device_bytes == 0
-    assert with_tuning(nothing, source, LastPass(4), 8, 24, GPU).device_bytes > sum(
+    assert with_tuning(nothing, source, LastPass(4), 8, 24, True).device_bytes == 0
+    assert with_tuning(nothing, source, LastPass(4), 8, 24, True, GPU).device_bytes > sum(
         2 * out * width for out, width in map(source.shape, source.layer_linears())
     )

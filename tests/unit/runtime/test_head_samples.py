@@ -120,6 +120,8 @@ def test_wrong_options(model_path: Callable[[str], Path], without_tokenizer: Pat
     ):
         with pytest.raises(UserError, match=problem):
             LLM(model, kv_cache_dtype=dtype, kv_calibration=str(name), context=64)
+    with pytest.raises(UserError, match="the context is 1"):
+        LLM(spoken, kv_cache_dtype="kvquant3", context=1)
 
 
 def test_stated_memory_holds_codes_and_pages(model_path: Callable[[str], Path]) -> None:

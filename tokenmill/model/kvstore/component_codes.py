@@ -208,7 +208,7 @@ def _fitted_levels(samples: Tensor) -> tuple[Tensor, list[float]]:
     them loses."""
     values = samples[:: -(-len(samples) // _LEVEL_SAMPLES)].double().sort().values
     sums = torch.cat((torch.zeros(1, dtype=torch.float64), values.cumsum(0)))
-    energy = float(values.square().mean())
+    energy = float(values.square().mean().clamp(min=1e-30))  # heads may be all zero
     found, errors = [torch.zeros(1, dtype=torch.float64)], [1.0]
     for bits in range(1, MAX_BITS + 1):
         shares = (torch.arange(1 << bits, dtype=torch.float64) + 0.5) / (1 << bits)

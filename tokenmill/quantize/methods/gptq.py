@@ -9,6 +9,7 @@ stacked and share one factorization. What is rounded makes good for what earlier
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -252,13 +253,20 @@ class Gptq(Solver):
             raise unknown_name("target of gptq", self.options.target, TARGETS)
         if self.options.sweeps < 1:
             raise UserError("gptq: sweeps is below 1", "give a count from 1, or metric=plain")
+        if not 0 < self.options.damping < 1:
+            raise UserError(f"gptq: damping is {self.options.damping}", "give a share of the mean, such as 0.01")
+        if not 0 < self.options.norm < math.inf:
+            raise UserError(f"gptq: norm is {self.options.norm}", "give a power such as 2, or mse=false for none")
+        if not 0 <= self.options.least_tokens <= 1:
+            raise UserError(f"gptq: least_tokens is {self.options.least_tokens}", "give a share from 0 to 1")
 
     def memory_bytes(self, shape: tuple[int, int]) -> int:
         """Three matrices like the Hessian while it is factored; weight, errors and a copy while columns are solved."""
         out_features, in_features = shape
         plain = 4 * in_features * max(3 * in_features, 2 * in_features + 4 * out_features)
-        # Of the drift: the second moments of half the sequences, cross moments of all and of half, and what is solved.
-        plain = max(plain, 4 * in_features * (7 * in_features + 4 * out_features)) if self.needs_targets else plain
+        # Of the drift: second and cross moments of both halves of the sequences and second moments of all, and what is
+        # solved beside them.
+        plain = max(plain, 4 * in_features * (9 * in_features + 4 * out_features)) if self.needs_targets else plain
         return plain + (4 * out_features * 6 * in_features if self.needs_outputs else 0)
 
     def operations(self, num_weights: int, length: int) -> float:
@@ -287,9 +295,10 @@ class Gptq(Solver):
                         block.replace(name, weight)
                 drift = None
                 solved = self._solve_group(weights, statistics.hessian, scheme_of)
+                dead = statistics.hessian.diagonal() == 0
                 for name in self._grams.keys() & solved.keys():
-                    gram = self._grams[name].to(statistics.hessian.device)
-                    solved[name] = refine(solved[name], weights[name], statistics.hessian, gram, self.options.sweeps)
+                    gram, wanted = self._grams[name].to(dead.device), weights[name].masked_fill(dead, 0.0)
+                    solved[name] = refine(solved[name], wanted, statistics.hessian, gram, self.options.sweeps)
             del statistics
             for name, matrix in solved.items():
                 block.replace(name, matrix.dequantize())
@@ -301,10 +310,10 @@ class Gptq(Solver):
     ) -> dict[str, QuantizedMatrix]:
         """Stack matrices of equal scheme; factor once per column order."""
         static = self.options.order == "static"
+        dead = hessian.diagonal() == 0
         by_scheme: dict[Scheme, list[str]] = {}
         for name in weights:
             by_scheme.setdefault(scheme_of[name], []).append(name)
-        dead = hessian.diagonal() == 0
         solved: dict[str, QuantizedMatrix] = {}
         for scheme, names in by_scheme.items():
             order = column_order(hessian.diagonal(), scheme.group_size, self.options.order)

@@ -132,6 +132,8 @@ class SpinQuant(Rotation):
             turn = residual.matrix()
             detached = turn.detach().requires_grad_()
             for linears, head in zip(blocks, heads, strict=True):
+                if not linears:  # all of the block's are left out
+                    continue
                 turned = head.matrix()
                 loss = torch.stack([each.loss(detached, turned) for each in linears]).sum()
                 loss.backward()

@@ -54,6 +54,11 @@ def calibrate_store(
             "use --tensor-parallel-size on a CPU, or another --kv-cache-dtype",
         )
     began = time.perf_counter()
+    if context < 2:
+        raise UserError(
+            f"KV pages of type {store.name} are calibrated on tokens behind first ones, and the context is {context}",
+            "give a larger --context, or another --kv-cache-dtype",
+        )
     length = min(_LENGTH, context)
     ids, begins, origin = _calibration_ids(checkpoint, config)
     places = {layer: store.layout.place(layer) for group in store.layout.groups for layer in group.layers}

@@ -189,6 +189,14 @@ def test_rows_that_are_not_finite_or_zero() -> None:
     assert bool(read[1:3, 1].isfinite().all())
 
 
+def test_a_layer_whose_keys_are_all_zero_has_codes() -> None:
+    """One that was pruned as a whole."""
+    metric = torch.eye(DIM, dtype=torch.float64).expand(HEADS, -1, -1)
+    rows = measured_rows(torch.zeros(100, HEADS, DIM), torch.zeros(HEADS, DIM), metric, 25)
+    heads = torch.zeros(4, HEADS, DIM)
+    assert torch.equal(rows.decode(rows.encode(heads)[:, :, None])[:, :, 0], heads)
+
+
 def test_edge_layers_stay_native_and_the_others_are_calibrated() -> None:
     layers = [LayerKV("full", HEADS, DIM)] * 4
     layout = build_layout(layers, SIZE)
