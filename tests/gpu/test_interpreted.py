@@ -41,11 +41,11 @@ def test_every_file_is_run() -> None:
     assert present == {*_FILES, *_SLOW_FILES, *needs_a_gpu, "interpreted"}
 
 
-def test_a_machine_without_a_gpu_declines_with_a_reason_and_imports_no_triton() -> None:
+def test_a_machine_without_a_gpu_declines_with_a_reason_and_imports_no_triton(tmp_path: Path) -> None:
     script = (
-        "import sys; from tests.gpu.models import write_config; from pathlib import Path; import tempfile; "
+        "import sys; from tests.gpu.models import write_config; from pathlib import Path; "
         "from tokenmill import LLM; "
-        "llm = LLM(write_config(Path(tempfile.mkdtemp())), load_format='dummy', context=32); "
+        f"llm = LLM(write_config(Path({str(tmp_path)!r})), load_format='dummy', context=32); "
         "declined = dict(llm.parts.runtime.declined_executors); "
         "assert 'NVIDIA' in declined['cuda_graph'] and 'NVIDIA' in declined['cuda_eager'], declined; "
         "assert 'triton' not in sys.modules"

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from tempfile import mkdtemp
+from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import Any
 
@@ -46,9 +46,12 @@ _CASES = [
 ]
 
 
+_KEPT = TemporaryDirectory()  # removed at the end
+
+
 @cache
 def _model(name: str) -> tuple[Any, Path]:
-    folder = Path(mkdtemp())
+    folder = Path(_KEPT.name, name)
     return make(name, folder), folder
 
 
