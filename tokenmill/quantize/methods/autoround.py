@@ -218,7 +218,7 @@ class AutoRound(Solver):
         objective: str = "block"  # or "layer"
         sequences: int = 8  # run through the block in each step
         pool: int = 64  # calibration sequences that steps draw from, evenly spaced
-        tokens: int = 128  # of each sequence, its first; more cost in proportion
+        tokens: int = 256  # of each sequence, its first; more cost in proportion
         learn_range: bool = True
         full_range: bool = True  # of symmetric grids: the extreme weight of a group is stored exactly
         start: str = "rtn"  # what descent begins with: plain rounding, or "gptq", from which fewer steps do
