@@ -18,17 +18,19 @@ from torch import Tensor
 from tokenmill.quantize.base import Drift
 
 _RIDGE = 0.05  # share of the mean square of an input
+_JUDGED = 512  # outputs, evenly spaced, by which the share is told
 
 
 def undrifted(weights: Mapping[str, Tensor], drift: Drift) -> dict[str, Tensor]:
     """W' of linears [out, in] that read one input. Weights of zero stay, as do inputs that were always zero."""
     stacked = torch.cat(list(weights.values()))
-    first = _shift(stacked, drift.half_square, drift.half_cross)
+    judged = stacked[:: -(-len(stacked) // _JUDGED)]
+    first = _shift(judged, drift.half_square, drift.half_cross)
     rest_square, rest_cross = (
         (whole - drift.half * part) / (1 - drift.half)
         for whole, part in ((drift.square, drift.half_square), (drift.cross, drift.half_cross))
     )
-    wanted = float((first * (stacked @ (rest_cross - rest_square))).sum())
+    wanted = float((first * (judged @ (rest_cross - rest_square))).sum())
     made = float((first * (first @ rest_square)).sum())
     share = min(1.0, max(0.0, wanted / made)) if made > 0 else 0.0
     del first, rest_square, rest_cross
@@ -47,4 +49,7 @@ def _shift(weight: Tensor, square: Tensor, cross: Tensor) -> Tensor:
     lower, failed = torch.linalg.cholesky_ex(damped)
     if int(failed):
         return torch.zeros_like(weight)
-    return torch.cholesky_solve((weight @ (cross - square)).T, lower).T
+    shift = cross - square
+    if len(weight) > len(square):  # then S itself is less work
+        return weight @ torch.cholesky_solve(shift.T, lower).T
+    return torch.cholesky_solve((weight @ shift).T, lower).T

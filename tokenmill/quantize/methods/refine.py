@@ -20,6 +20,7 @@ from tokenmill.quantize.methods.rtn import as_stored
 
 _INPUT_DAMPING, _OUTPUT_DAMPING = 0.01, 0.02  # shares of the mean diagonals
 _SCALE_DAMPING = 0.01  # of a scale's own curvature
+_FITTED = 512  # columns whose slopes are kept up to date while scales are fitted; those behind follow by one product
 _COLUMNS = 32  # whose gradients are kept up to date while they are visited; the others follow by one product
 _TOGETHER = 0.6  # share of the single gains that must remain of a common step, else half of it is dropped
 
@@ -50,13 +51,23 @@ def fit_scales(matrix: QuantizedMatrix, weight: Tensor, moments: Tensor) -> Quan
     `matrix` rounds, `moments` A [in, in]."""
     values, scales, inputs = element_values(matrix), matrix.scales.clone(), _damped(moments, _INPUT_DAMPING)
     slopes = (values * spread(scales, matrix) - weight) @ inputs  # of half the cost
-    for group, columns in enumerate(torch.arange(weight.shape[1], device=weight.device).split(_group_size(matrix))):
-        part = values[:, columns]
-        curvature = (part @ inputs[columns][:, columns] * part).sum(1)
-        wanted = (slopes[:, columns] * part).sum(1) / curvature.clamp(min=1e-30)
-        after = _near(scales[:, group], scales[:, group] - wanted)
-        slopes += (part * (after - scales[:, group])[:, None]) @ inputs[columns]
-        scales[:, group] = after
+    size, width = _group_size(matrix), weight.shape[1]
+    block = max(1, _FITTED // size) * size
+    for begin in range(0, width, block):
+        end = min(width, begin + block)
+        moved = torch.empty_like(slopes[:, begin:end])
+        for first in range(begin, end, size):
+            group, columns = first // size, slice(first, first + size)
+            part = values[:, columns]
+            curvature = (part @ inputs[columns, columns] * part).sum(1)
+            wanted = (slopes[:, columns] * part).sum(1) / curvature.clamp(min=1e-30)
+            after = _near(scales[:, group], scales[:, group] - wanted)
+            step = torch.mul(
+                part, (after - scales[:, group])[:, None], out=moved[:, first - begin : first - begin + size]
+            )
+            slopes[:, first + size : end].addmm_(step, inputs[columns, first + size : end])
+            scales[:, group] = after
+        slopes[:, end:].addmm_(moved, inputs[begin:end, end:])
     return replace(matrix, scales=scales)
 
 
