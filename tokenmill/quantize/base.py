@@ -182,6 +182,11 @@ class Step(ABC):
         del num_weights, length
         return 0.0
 
+    def stack_operations(self, shape: tuple[int, int]) -> float:
+        """Of a matrix, or stack with one input, of `shape`, beside statistics and their factor, for the forecast."""
+        del shape
+        return 0.0
+
 
 class Transform(Step):
     makes_zeros: bool = False  # zeros that the steps after it must keep

@@ -289,6 +289,7 @@ def _seconds(
         weights = kind.num_weights
         operations = 200.0 * weights  # choosing grids and rounding
         operations += sum(step.operations(weights, length) for step in recipe.steps)
+        operations += sum(step.stack_operations(stack) for step in recipe.steps for stack in kind.stacks)
         if recipe.needs_calibration:
             squares = sum(width**2 for _, width in kind.stacks)
             cubes = sum(width**3 for _, width in kind.stacks)

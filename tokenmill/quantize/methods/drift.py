@@ -18,13 +18,13 @@ from torch import Tensor
 from tokenmill.quantize.base import Drift
 
 _RIDGE = 0.05  # share of the mean square of an input
-_JUDGED = 512  # outputs, evenly spaced, by which the share is told
+JUDGED = 512  # outputs, evenly spaced, by which the share is told
 
 
 def undrifted(weights: Mapping[str, Tensor], drift: Drift) -> dict[str, Tensor]:
     """W' of linears [out, in] that read one input. Weights of zero stay, as do inputs that were always zero."""
     stacked = torch.cat(list(weights.values()))
-    judged = stacked[:: -(-len(stacked) // _JUDGED)]
+    judged = stacked[:: -(-len(stacked) // JUDGED)]
     first = _shift(judged, drift.half_square, drift.half_cross)
     rest_square, rest_cross = (
         (whole - drift.half * part) / (1 - drift.half)

@@ -22,7 +22,7 @@ from tokenmill.log import get_logger
 from tokenmill.model.formats.quantized import QuantizedMatrix, Scheme
 from tokenmill.quantize.base import BlockView, ModelView, Solver
 from tokenmill.quantize.fisher import GRAM_PASSES, GRAM_SEQUENCES
-from tokenmill.quantize.methods.drift import undrifted
+from tokenmill.quantize.methods.drift import JUDGED, undrifted
 from tokenmill.quantize.methods.refine import fit_scales, refine
 from tokenmill.quantize.methods.rtn import check_integer_scheme, choose_grid, round_to_nearest
 
@@ -33,6 +33,7 @@ ORDERS = ("none", "static", "gar")
 METRICS = ("plain", "fisher")
 TARGETS = ("float", "block")
 GRID_NORM = 2.0  # of the errors of which grids have least
+_GRIDS = 8e3  # operations of a product in whose time a weight's grid is chosen and it is rounded, on one core
 _SWEEP = 7e4  # operations of a product in whose time a weight is visited, on one core
 
 
@@ -270,10 +271,20 @@ class Gptq(Solver):
         return plain + (4 * out_features * 6 * in_features if self.needs_outputs else 0)
 
     def operations(self, num_weights: int, length: int) -> float:
-        """Of the gradients by outputs, and of the sweeps, which take the time of many products for each weight."""
+        """Of what visits each weight, in the time of how many products; with a metric of gradients by outputs, too."""
         if not self.needs_outputs:
-            return 0.0
-        return num_weights * (2.0 * GRAM_PASSES * GRAM_SEQUENCES * length + _SWEEP * self.options.sweeps)
+            return _GRIDS * num_weights
+        sweeps = _SWEEP * self.options.sweeps
+        return num_weights * (_GRIDS + 2.0 * GRAM_PASSES * GRAM_SEQUENCES * length + sweeps)
+
+    def stack_operations(self, shape: tuple[int, int]) -> float:
+        """Of fitting scales and, beside the float model, of the drift (drift.py)."""
+        out, width = shape
+        products = 4.0 * out * width**2
+        if self.needs_targets:
+            products += (2 / 3 + 2 * (out > width)) * width**3  # factors, and S
+            products += ((2 if out > width else 4) * out + 4 * min(out, JUDGED)) * width**2
+        return products
 
     def solve(self, block: BlockView, scheme_of: Mapping[str, Scheme]) -> dict[str, QuantizedMatrix]:
         total = sum(len(sequence) for sequence in block.inputs())
